@@ -34,6 +34,7 @@ pub fn diagnose(observations: &Observations) -> Vec<Finding> {
         found.extend(path::plain_http(endpoint));
         found.extend(path::credential(endpoint));
         found.extend(path::forgotten_flows(endpoint, observations));
+        found.extend(path::limited_pings(endpoint));
         found.extend(path::readiness(endpoint));
         // An outage that has ended explains the connections that failed.
         let recovered = recovered::recovered(endpoint, observations);

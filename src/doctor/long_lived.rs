@@ -41,8 +41,9 @@ pub(super) async fn ping_until(
         if let Ok(opened) = open(&mut StepTimer::start(began), address, peer).await {
             all.push(ping(opened, began, until).await);
         }
-        // One silent connection is enough for a finding.
-        if all.last().is_some_and(|connection| connection.silent_ms.is_some()) {
+        // One connection that is silent, or whose PINGs are refused, is enough for a finding.
+        let is_enough = |last: &LongLived| last.silent_ms.is_some() || last.refuses_pings;
+        if all.last().is_some_and(is_enough) {
             break;
         }
         sleep(RECONNECT_PAUSE).await;
@@ -54,7 +55,7 @@ pub(super) async fn ping_until(
 async fn ping(mut opened: ProbeConnection, began: Instant, until: Instant) -> LongLived {
     let at_ms = (clock::now() - began).into();
     let mut times: Vec<f64> = Vec::new();
-    let (mut silent_ms, mut silent_at_ms, mut ended) = (None, None, None);
+    let (mut silent_ms, mut silent_at_ms, mut ended, mut refuses_pings) = (None, None, None, false);
     while clock::now() < until {
         let sent = clock::now();
         let deadline = until.max(sent + MIN_PING_WAIT);
@@ -63,7 +64,8 @@ async fn ping(mut opened: ProbeConnection, began: Instant, until: Instant) -> Lo
             Ok(Err(error)) => {
                 // The reason of the connection's end is more precise than the error of the PING.
                 let driver = (&mut opened.driver).await;
-                ended = Some(driver.unwrap_or_else(|_| error.to_string()));
+                refuses_pings = driver.as_ref().is_ok_and(|end| end.refuses_pings);
+                ended = Some(driver.map_or_else(|_| error.to_string(), |end| end.text));
                 break;
             }
             Err(_) => {
@@ -86,6 +88,7 @@ async fn ping(mut opened: ProbeConnection, began: Instant, until: Instant) -> Lo
         silent_ms,
         silent_at_ms,
         ended,
+        refuses_pings,
         retransmitted: info.retransmitted,
         sent: info.segments_out,
     }

@@ -302,6 +302,8 @@ pub struct LongLived {
     pub silent_at_ms: Option<Ms>,
     /// Why the server ended it.
     pub ended: Option<String>,
+    /// Whether that was because of the PINGs.
+    pub refuses_pings: bool,
     /// TCP segments that were retransmitted.
     pub retransmitted: u32,
     /// TCP segments sent.

@@ -29,6 +29,7 @@ use super::observations::{ConnectAttempt, Failure, FailureKind, Ms, Step};
 use super::verify;
 use crate::config::describe_io_error;
 use crate::net::tls::tls_error;
+use crate::upstream::connection::{describe_h2_error, is_ping_complaint};
 use crate::upstream::readyz::failed_checks;
 
 /// Limit of each step. A connect with two lost SYNs takes 3 s (RFC 6298 section 2) and still succeeds.
@@ -41,13 +42,21 @@ const HTTP_TO_HTTPS: &str = "Client sent an HTTP request to an HTTPS server";
 /// Number of bytes after which no more of a response body is kept.
 const MAX_BODY: usize = 256 << 10;
 
+/// The end of a connection.
+pub(super) struct End {
+    /// Why it ended.
+    pub(super) text: String,
+    /// Whether the server does not accept the PINGs on it.
+    pub(super) refuses_pings: bool,
+}
+
 /// An open HTTP/2 connection over TLS. Dropping it ends the task that drives it.
 pub(super) struct ProbeConnection {
     pub(super) send: SendRequest<Bytes>,
     pub(super) ping: PingPong,
     pub(super) observer: StreamObserver,
     /// Drives the connection, and returns why it ended.
-    pub(super) driver: tokio::task::JoinHandle<String>,
+    pub(super) driver: tokio::task::JoinHandle<End>,
 }
 
 /// How to connect to an endpoint.
@@ -216,7 +225,14 @@ async fn start_http2<S: AsyncRead + AsyncWrite + Unpin + 'static>(
     let mut ping = connection.ping_pong().ok_or(h2::Reason::INTERNAL_ERROR)?;
     let driver = tokio::task::spawn_local(async move {
         let ended = poll_fn(|cx| Pin::new(&mut connection).poll(cx)).await;
-        ended.err().map_or_else(|| "closed by the server".to_owned(), |error| error.to_string())
+        match ended {
+            Ok(()) => End { text: "closed by the server".to_owned(), refuses_pings: false },
+            Err(error) => End {
+                text: describe_h2_error(&error),
+                // The connections on which it matters carry PINGs only.
+                refuses_pings: is_ping_complaint(&error, Some(Duration::MAX), Duration::ZERO),
+            },
+        }
     });
     ping.ping(Ping::opaque()).await?;
     Ok(ProbeConnection { send, ping, observer, driver })

@@ -27,6 +27,7 @@ pub struct EndpointMetrics {
     events: Arc<Events>,
     flows: Gauge,
     kubernetes_minor: Gauge,
+    ping_limit: Gauge,
 }
 
 impl EndpointMetrics {
@@ -50,6 +51,7 @@ impl EndpointMetrics {
             events: Arc::clone(events),
             flows: registry.gauge(&names::PASSTHROUGH_FLOWS, &[upstream, endpoint]),
             kubernetes_minor: registry.gauge(&names::KUBERNETES_MINOR, &[upstream, endpoint]),
+            ping_limit: registry.gauge(&names::PING_LIMIT, &[upstream, endpoint]),
         }
     }
 
@@ -82,6 +84,11 @@ impl EndpointMetrics {
     /// apiserver had sent too many.
     pub fn closed_for_frames(&self, frame: &'static str) {
         self.count(&names::UPSTREAM_FRAME_LIMIT, frame);
+    }
+
+    /// The endpoint limits PINGs to one in this interval.
+    pub fn ping_limit(&self, interval: Duration) {
+        self.ping_limit.set(interval.as_secs_f64());
     }
 
     /// Records the round trip of a PING.

@@ -147,6 +147,8 @@ table! {
         "Responses of the endpoint: ok, or error for status 500 and above.";
     KUBERNETES_MINOR = Gauge "jackstay_endpoint_kubernetes_minor" ["upstream", "endpoint"] "versions",
         "Minor version of Kubernetes that the endpoint reports at /version, such as 36; 0 while it is unknown.";
+    PING_LIMIT = Gauge "jackstay_endpoint_ping_limit_seconds" ["upstream", "endpoint"] "seconds",
+        "Interval of PINGs to the endpoint after it has closed connections because of them (GOAWAY too_many_pings); 0 while it accepts health.ping_interval.";
     CANARY_WITHDRAWN = Gauge "jackstay_canary_withdrawn" ["upstream"] "bool",
         "1 while the canary share of requests is withdrawn from the newest version because of its errors, else 0.";
     PASSTHROUGH_CONNECTIONS = Gauge "jackstay_passthrough_connections" ["listener"] "connections",

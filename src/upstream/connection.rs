@@ -29,7 +29,7 @@ pub use jackstay_core::connection::{ConnectionState, DrainReason, DrainUrgency};
 use jackstay_sys::clock;
 use tokio::sync::Notify;
 
-pub use self::error_text::describe_h2_error;
+pub use self::error_text::{describe_h2_error, is_ping_complaint};
 pub use self::permit::Permit;
 use self::receiving::ReceivingStreams;
 use super::credentials::CredentialClass;
@@ -183,9 +183,9 @@ impl Connection {
     }
 
     /// The latest `/readyz` of its endpoint failed or is overdue: notifies the requests on the connection, which may
-    /// start a second attempt.
+    /// start a second attempt. If the endpoint limits PINGs, one is due.
     pub fn endpoint_suspected(&self) {
-        self.changed.notify_waiters();
+        self.input(|machine| machine.endpoint_suspected(clock::now()));
     }
 
     /// Notifies the watches on the connection, which look at what has changed.

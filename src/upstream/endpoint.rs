@@ -16,6 +16,7 @@
 
 mod connections;
 mod flow_evidence;
+mod ping_limit;
 mod probe_signals;
 mod process_start;
 mod slow_start;
@@ -49,6 +50,7 @@ use tokio::sync::Notify;
 
 pub use self::connections::{FlowGuard, HandshakeGuard};
 pub use self::flow_evidence::FlowEvidence;
+use self::ping_limit::PingLimit;
 pub use self::probe_signals::ProbeSignals;
 pub use self::process_start::ProbeCredential;
 use self::process_start::ProcessStart;
@@ -92,6 +94,7 @@ pub struct Endpoint {
     pub metrics: Arc<EndpointMetrics>,
     /// The time from which the times of PINGs are counted.
     pub ping_grid: Instant,
+    ping_limit: PingLimit,
     guarded: Mutex<Guarded>,
     /// A copy of the state of `guarded.health`, for readers that must not wait for the lock.
     state: AtomicU8,
@@ -152,6 +155,7 @@ impl Endpoint {
             server_name,
             metrics,
             ping_grid: clock::now(),
+            ping_limit: PingLimit::default(),
             guarded: Mutex::new(Guarded {
                 health: EndpointHealth::default(),
                 backoff: ConnectBackoff::default(),
@@ -411,6 +415,7 @@ impl Endpoint {
             version,
             version_error,
             capabilities: self.process.load().status(),
+            ping_limit_s: self.ping_limit().map(|interval| interval.as_secs_f64()),
             rtt: self.metrics.history().quantiles(),
             streams: connections.iter().map(|connection| connection.streams).sum(),
             watches: connections.iter().map(|connection| connection.watches).sum(),

@@ -136,6 +136,9 @@ pub struct EndpointStatus {
     /// Number of ejections since the endpoint joined the set.
     pub ejections: u64,
     pub last_check: Option<ReadyzCheck>,
+    /// Seconds between two PINGs, if the endpoint has closed connections because of them.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub ping_limit_s: Option<f64>,
     /// The latest PING round trips on all connections, at most [`crate::observe::history::SAMPLES`].
     pub rtt: Option<RttQuantiles>,
     pub streams: usize,

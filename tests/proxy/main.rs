@@ -20,6 +20,7 @@ mod held_watches;
 mod hostile_upstream;
 mod identity;
 mod kubectl;
+mod limited_pings;
 mod limits;
 mod line_windows;
 mod memory_budget;

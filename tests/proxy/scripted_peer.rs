@@ -162,6 +162,11 @@ pub struct Script {
     pub goaways: AtomicUsize,
     /// The next PING is answered with GOAWAY and the end of the connection, and this is reset.
     pub goaway_on_ping: AtomicBool,
+    /// The number of PINGs without a request between them that the peers accept; 0 for any number. One more is answered as
+    /// by gRPC servers: GOAWAY `ENHANCE_YOUR_CALM` with `too_many_pings`, and the end of the connection.
+    pub ping_limit: AtomicUsize,
+    /// The number of those GOAWAYs.
+    pub ping_complaints: AtomicUsize,
     /// Every so many requests the response contains a GOAWAY, and its connection ignores the requests that its peer
     /// has not read yet, as Go does with `--goaway-chance` of kube-apiserver; 0 for never. Only for replies to
     /// requests without an action.
@@ -348,6 +353,8 @@ struct Connection {
     probe: bool,
     /// The number of PINGs that will still be answered; `None` if all are.
     pongs_left: Option<u32>,
+    /// The number of PINGs since the last request.
+    pings: usize,
     /// jackstay has answered a PING of the peer.
     pong_received: bool,
     /// Further requests are ignored.
@@ -379,6 +386,7 @@ impl Connection {
             id,
             probe,
             pongs_left: None,
+            pings: 0,
             pong_received: false,
             goaway_sent: false,
             completed: HashSet::new(),
@@ -497,7 +505,19 @@ impl Connection {
     /// Reads a frame and handles it. Returns the stream id if the frame begins a request.
     async fn handle_frame(&mut self) -> io::Result<Option<u32>> {
         let (kind, flags, stream, payload) = self.read_frame().await?;
+        self.pings = match kind {
+            HEADERS => 0,
+            PING if flags & ACK == 0 => self.pings + 1,
+            _ => self.pings,
+        };
         match kind {
+            PING if (1..self.pings).contains(&self.script.ping_limit.load(Relaxed)) => {
+                self.script.ping_complaints.fetch_add(1, Relaxed);
+                let payload = [&[0; 7], &[0xb][..], b"too_many_pings"].concat();
+                self.write(&frame(GOAWAY, 0, 0, &payload)).await?;
+                self.stream.shutdown().await?;
+                return Err(io::ErrorKind::ConnectionAborted.into());
+            }
             SETTINGS if flags & ACK == 0 => self.write(&frame(SETTINGS, ACK, 0, &[])).await?,
             PING if flags & ACK == 0
                 && !self.probe

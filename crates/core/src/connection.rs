@@ -37,6 +37,7 @@
 //! A drain that has begun since the PING takes precedence over its PONG, because only a suspect or unresponsive
 //! connection changes its state then. A GOAWAY on the prober's connection means that the apiserver shuts down, unless
 //! the end of the connection was expected: clients of other connections get one now and then (`--goaway-chance`).
+//! If a GOAWAY complains of PINGs ([`ping_limit`]), the endpoint gets fewer of them.
 //!
 //! [`pong`]: ConnectionMachine::pong
 //! [`check`]: ConnectionMachine::check
@@ -50,6 +51,7 @@
 mod drain;
 mod effects;
 mod health;
+pub mod ping_limit;
 mod slots;
 mod state;
 mod stream;
@@ -167,6 +169,7 @@ impl ConnectionMachine {
         let mut effects = Effects::default();
         match self.health.check(tcp, self.waits.waiting_since(), now) {
             Check::NotDue => {}
+            Check::ProbeDue => effects.probe_kernel = true,
             Check::PingDue => effects.send_ping = true,
             Check::Outstanding { silence, verdict } => {
                 if verdict {
@@ -257,6 +260,18 @@ impl ConnectionMachine {
     /// apiserver shuts down.
     pub fn set_end_expected(&mut self, expected: bool) {
         self.end_expected = expected;
+    }
+
+    /// The endpoint limits PINGs to one in `interval` ([`ping_limit`]).
+    pub fn limit_pings(&mut self, interval: Duration) {
+        self.health.limit_pings(interval);
+    }
+
+    /// The latest `/readyz` of the endpoint failed or is overdue. Requests may start a second attempt, and if PINGs are
+    /// limited, one is due.
+    pub fn endpoint_suspected(&mut self, now: Instant) -> Effects {
+        self.health.suspect_endpoint(now);
+        Effects { notify_requests: true, wake_driver: true, ..Effects::default() }
     }
 
     /// The endpoint is degraded. Requests may start a second attempt, and the streams of a draining connection move.
@@ -431,6 +446,11 @@ impl ConnectionMachine {
     /// Whether a PONG is expected.
     pub fn ping_outstanding(&self) -> bool {
         self.health.ping_outstanding()
+    }
+
+    /// The interval between two PINGs while the connection is idle.
+    pub fn ping_interval(&self) -> Duration {
+        self.health.ping_interval()
     }
 
     /// The smoothed round-trip time of PINGs.

@@ -261,6 +261,7 @@ impl View {
                     notes.push(Cell::text(format!("last ejected {text}")).tone(Tone::Dim));
                 }
             }
+            notes.extend(ping_limit(endpoint));
             table.row(row, notes);
         }
         self.draw(&table, out);
@@ -403,6 +404,14 @@ pub(super) fn text_at<'a>(value: &'a Value, key: &str) -> &'a str {
 /// The list under a key; empty if there is none.
 pub(super) fn list_at<'a>(value: &'a Value, key: &str) -> &'a [Value] {
     value[key].as_array().map_or(&[], Vec::as_slice)
+}
+
+/// The interval of PINGs to an endpoint that limits them.
+fn ping_limit(endpoint: &Value) -> Option<Cell> {
+    let seconds = endpoint["ping_limit_s"].as_f64()?;
+    let text =
+        format!("one PING in {seconds} s: it closes connections with more (health.ping_interval)");
+    Some(Cell::text(text).tone(Tone::Warn))
 }
 
 #[cfg(test)]

@@ -56,6 +56,8 @@ pub enum Cause {
     Unauthorized,
     /// A device on the path forgets established connections.
     ForgottenFlows,
+    /// The server closes connections because of PINGs.
+    LimitedPings,
     /// The apiserver is not ready.
     #[serde(rename = "sick_endpoint")]
     NotReadyEndpoint,

@@ -207,6 +207,22 @@ fn fell_silent(endpoint: &EndpointObservation) -> bool {
     endpoint.long_lived.iter().any(|connection| connection.silent_ms.is_some())
 }
 
+/// A server that closes a connection because of PINGs.
+pub(super) fn limited_pings(endpoint: &EndpointObservation) -> Option<Finding> {
+    let refused = endpoint.long_lived.iter().find(|connection| connection.refuses_pings)?;
+    let ended = refused.ended.as_deref().unwrap_or("closed");
+    let finding = problem(
+        Cause::LimitedPings,
+        format!("{} closes connections because of PINGs.", endpoint.address),
+        format!("{ended}, after {} without a request", quantity(refused.pongs, "PING")),
+        "The server, or a front end before it, limits PINGs (keepalive enforcement of gRPC, which allows one in 5 minutes \
+         by default). Let it accept one in each health.ping_interval of the upstream, or set that interval to what it \
+         accepts. Until then jackstay sends fewer PINGs after each complaint (`jackstay status`), and notices a stopped \
+         process only by the next request or /readyz.",
+    );
+    Some(finding.about(&endpoint.address))
+}
+
 pub(super) fn forgotten_flows(
     endpoint: &EndpointObservation,
     observations: &Observations,

@@ -47,6 +47,7 @@ fn long_lived() -> LongLived {
         silent_ms: None,
         silent_at_ms: None,
         ended: None,
+        refuses_pings: false,
         retransmitted: 0,
         sent: 400,
     }
@@ -117,6 +118,10 @@ fn diagnose_each_cause_from_its_observations() {
         long_lived: vec![LongLived { late: 17, retransmitted: 20, ..long_lived() }],
         ..endpoint("10.0.0.1:6443")
     };
+    let pings_refused = EndpointObservation {
+        long_lived: vec![LongLived { pongs: 2, refuses_pings: true, ..long_lived() }],
+        ..endpoint("gateway:443")
+    };
     let looping = EndpointObservation {
         loops_to: Some("10.0.0.1:6443".parse().unwrap()),
         ..endpoint("10.0.0.1:6443")
@@ -156,6 +161,7 @@ fn diagnose_each_cause_from_its_observations() {
         (failing(Step::Request, FailureKind::Unauthorized), Cause::Unauthorized),
         (forgotten, Cause::ForgottenFlows),
         (idle, Cause::ForgottenFlows),
+        (pings_refused, Cause::LimitedPings),
         (lossy, Cause::PacketLoss),
         (looping, Cause::Loop),
         (skewed, Cause::ClockSkew),

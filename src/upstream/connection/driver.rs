@@ -25,7 +25,7 @@ use tokio::sync::Notify;
 use tokio::time::{Sleep, sleep_until};
 
 use super::Connection;
-use super::error_text::{describe_end, describe_h2_error, describe_write_error};
+use super::error_text::{describe_end, describe_h2_error, describe_write_error, is_ping_complaint};
 use super::line_windows::{LineWindows, account_of};
 use super::receiving::ReceivingStreams;
 use super::window_updates::WindowUpdates;
@@ -230,7 +230,10 @@ impl Driver {
             }
             (Poll::Pending, ..) => return false,
         };
-        let refusal = self.refusal(cx).map(|error| classify(&error));
+        let refusal = self.refusal(cx).map(|error| {
+            self.report_complaint(&error);
+            classify(&error)
+        });
         let effects = self.connection.step(|machine| machine.ended(end, refusal));
         self.connection.execute(effects, &text);
         true
@@ -255,9 +258,19 @@ impl Driver {
         if self.connection.state().is_in_service()
             && let Some(error) = self.refusal(cx)
         {
+            self.report_complaint(&error);
             let refusal = classify(&error);
             let effects = self.connection.step(|machine| machine.refused(refusal, clock::now()));
             self.connection.execute(effects, &describe_h2_error(&error));
+        }
+    }
+
+    /// Reports a GOAWAY that complains of PINGs to the endpoint.
+    fn report_complaint(&self, error: &h2::Error) {
+        let idle = self.connection.idle_since().map(clock::elapsed);
+        let used = self.connection.machine.borrow().ping_interval();
+        if is_ping_complaint(error, idle, used) {
+            self.connection.endpoint.pings_refused(used, &describe_h2_error(error));
         }
     }
 
@@ -285,7 +298,13 @@ impl Driver {
     fn check(&mut self, timer: Pin<&mut Sleep>) -> ConnectionState {
         let tcp = self.observer.tcp_info().ok();
         let connection = &self.connection;
-        let effects = connection.step(|machine| machine.check(tcp.as_ref(), clock::now()));
+        let ping_limit = connection.endpoint.ping_limit();
+        let effects = connection.step(|machine| {
+            if let Some(interval) = ping_limit {
+                machine.limit_pings(interval);
+            }
+            machine.check(tcp.as_ref(), clock::now())
+        });
         if effects.probe_kernel {
             let _ = self.observer.send_keepalive_probe();
         }

@@ -1,8 +1,14 @@
 //! The texts of h2 errors for operators.
 
 use std::io::{self, ErrorKind};
+use std::time::Duration;
+
+use jackstay_core::connection::ping_limit::is_complaint;
 
 use crate::net::tls::tls_error::describe_alert_in;
+
+/// Number of characters of the debug data of a GOAWAY that are shown.
+const MAX_DEBUG_DATA: usize = 100;
 
 /// The text of an error on a connection or stream.
 pub fn describe_h2_error(error: &h2::Error) -> String {
@@ -20,13 +26,33 @@ pub(super) fn describe_write_error(error: &io::Error) -> String {
     format!("connection failed: {error}")
 }
 
+/// Whether the peer has ended a connection that was idle for `idle` because of its PINGs, which had this `interval`.
+pub fn is_ping_complaint(error: &h2::Error, idle: Option<Duration>, interval: Duration) -> bool {
+    let is_calm = error.reason() == Some(h2::Reason::ENHANCE_YOUR_CALM);
+    let is_goaway = error.is_go_away() && error.is_remote();
+    is_calm && is_goaway && is_complaint(&goaway_debug_data(error), idle, interval)
+}
+
+/// The debug data of a GOAWAY from the apiserver (RFC 9113 section 6.8), escaped and shortened; empty if there is none.
+/// h2 shows it only in the text of the error, as a byte string in parentheses at the end.
+fn goaway_debug_data(error: &h2::Error) -> String {
+    let text = error.to_string();
+    let quoted = text.rsplit_once(" (b\"").and_then(|(_, rest)| rest.strip_suffix("\")"));
+    // Escaped bytes are ASCII.
+    quoted.unwrap_or_default().chars().take(MAX_DEBUG_DATA).collect()
+}
+
 /// The text of an error that means that the apiserver closed the connection: a GOAWAY, or an EOF. The
 /// texts of the libraries mislead: for a GOAWAY with `NO_ERROR` h2 has "connection error received: not
 /// a result of an error", and for an EOF without `close_notify` rustls refers to its manual.
 fn closed_by_apiserver(error: &h2::Error) -> Option<String> {
     if error.is_go_away() && error.is_remote() {
         // The debug output of a reason is its name in RFC 9113 section 7.
-        return Some(format!("closed by the apiserver: GOAWAY {:?}", error.reason()?));
+        let text = format!("closed by the apiserver: GOAWAY {:?}", error.reason()?);
+        return Some(match goaway_debug_data(error) {
+            debug_data if debug_data.is_empty() => text,
+            debug_data => format!("{text} ({debug_data})"),
+        });
     }
     let kind = error.get_io()?.kind();
     (kind == ErrorKind::UnexpectedEof).then(|| "closed by the apiserver: EOF".to_owned())
@@ -93,6 +119,11 @@ mod tests {
             (&b""[..], Some(ErrorKind::UnexpectedEof), "closed by the apiserver: EOF"),
             (b"", Some(ErrorKind::ConnectionReset), "see the manual"),
             (GOAWAY, None, "closed by the apiserver: GOAWAY ENHANCE_YOUR_CALM"),
+            (
+                b"\0\0\0\x04\0\0\0\0\0\0\0\x16\x07\0\0\0\0\0\0\0\0\0\0\0\x0btoo_many_pings",
+                None,
+                "closed by the apiserver: GOAWAY ENHANCE_YOUR_CALM (too_many_pings)",
+            ),
         ] {
             let peer = FailingPeer { sends, then };
             let (_send, connection) =

@@ -16,6 +16,10 @@
 //! CPU time or a paused machine does not declare its peers dead. Later verdicts count even if the checks
 //! are late: the driver reads the socket until it is empty before each check, and the kernel counts
 //! silence whether or not the process is scheduled.
+//!
+//! If the endpoint limits PINGs ([`super::ping_limit`]), they are sent at longer intervals and, apart from that, once for
+//! a request that waits for its response head. In between, the kernel's keepalive probes show whether the path is
+//! alive: 1.25 s without a segment more probes are requested, and after 2 s a PING is due, whose verdict is the usual one.
 
 pub(super) mod rtt;
 pub(super) mod silence;
@@ -26,8 +30,9 @@ use std::time::{Duration, Instant};
 use self::rtt::Rtt;
 use self::silence::{Silence, window_answers_probes};
 use self::thresholds::{
-    CHECK_INTERVAL, HEAD_WAIT, LATE_CHECK, PING_AFTER_SILENCE, PROBE_AFTER, SILENT_AFTER,
-    SILENT_DEATH, STOPPED_AFTER, Thresholds, VERDICT_PAUSE, WRITE_PATIENCE,
+    CHECK_INTERVAL, HEAD_WAIT, LATE_CHECK, PATH_QUIET_AFTER, PATH_SILENT_AFTER, PING_AFTER_SILENCE,
+    PROBE_AFTER, SILENT_AFTER, SILENT_DEATH, STOPPED_AFTER, Thresholds, VERDICT_PAUSE,
+    WRITE_PATIENCE,
 };
 use super::state::{ConnectionState, Responsiveness, StateChangeReason};
 use crate::tcp_info::TcpInfo;
@@ -37,6 +42,8 @@ use crate::tcp_info::TcpInfo;
 pub(super) enum Check {
     /// No PING is due.
     NotDue,
+    /// No PING is due, but the kernel should probe the path.
+    ProbeDue,
     /// A PING is due. It counts as sent.
     PingDue,
     /// A PING is outstanding. Without a `verdict`, verdicts are withheld.
@@ -52,6 +59,10 @@ pub(super) struct Health {
     /// When the outstanding PING was sent.
     ping_sent: Option<Instant>,
     next_ping: Instant,
+    /// The interval of PINGs, if the endpoint limits them.
+    limit: Option<Duration>,
+    /// When the last PONG arrived.
+    pong_at: Instant,
     /// When bytes last arrived.
     last_received: Instant,
     /// Why the next PING may be due early.
@@ -103,6 +114,8 @@ impl Health {
             rtt,
             ping_sent: None,
             next_ping,
+            limit: None,
+            pong_at: now,
             last_received: now,
             recent: Recent::Nothing,
             after_pong: Recent::Nothing,
@@ -145,11 +158,38 @@ impl Health {
         let rtt = self.ping_sent.take().map(|sent| now.saturating_duration_since(sent));
         let is_doubtful = rtt.is_some_and(|rtt| self.rtt.sample(rtt));
         self.last_received = now;
+        self.pong_at = now;
         // The bytes that were recorded last are those of the PONG.
         self.recent = std::mem::take(&mut self.after_pong);
-        self.next_ping = if is_doubtful { now } else { self.limits.next_ping(self.grid, now) };
+        self.next_ping = match self.limit {
+            Some(interval) => now + interval,
+            None if is_doubtful => now,
+            None => self.limits.next_ping(self.grid, now),
+        };
         self.check_at = self.next_ping;
+        if self.limit.is_some() {
+            self.check_at = self.check_at.min(now + PATH_QUIET_AFTER);
+        }
         rtt
+    }
+
+    /// The endpoint limits PINGs to one in `interval`.
+    pub(super) fn limit_pings(&mut self, interval: Duration) {
+        if self.limit.replace(interval) != Some(interval) {
+            self.next_ping = self.next_ping.max(self.pong_at + interval);
+        }
+    }
+
+    /// The interval between two PINGs of an idle connection.
+    pub(super) fn ping_interval(&self) -> Duration {
+        self.limit.unwrap_or(self.limits.ping_interval)
+    }
+
+    /// Something suggests that the endpoint fails: the next PING is due now, although the endpoint limits them.
+    pub(super) fn suspect_endpoint(&mut self, now: Instant) {
+        if self.limit.is_some() && self.ping_sent.is_none() {
+            (self.next_ping, self.check_at) = (now, now);
+        }
     }
 
     /// When the next check is due, while a request has waited for its response head since `waiting_since`.
@@ -172,6 +212,11 @@ impl Health {
     /// When the next PING is due.
     fn ping_due(&self, waiting_since: Option<Instant>) -> Instant {
         let mut due = self.next_ping;
+        if self.limit.is_some() {
+            // One PING for each wait. The probes of the kernel show the rest.
+            let wait = waiting_since.filter(|&since| since > self.pong_at);
+            return wait.map_or(due, |since| due.min(since.max(self.last_received) + HEAD_WAIT));
+        }
         if self.recent != Recent::Nothing {
             due = due.min(self.last_received + PING_AFTER_SILENCE);
         }
@@ -192,9 +237,9 @@ impl Health {
     ) -> Check {
         let Some(sent) = self.ping_sent else {
             let due = self.ping_due(waiting_since);
-            if now < due {
-                self.check_at = due;
-                return Check::NotDue;
+            let quiet = self.limit.zip(tcp).map(|(_, tcp)| self.quiet_for(tcp, now));
+            if now < due && quiet.is_none_or(|quiet| quiet < PATH_SILENT_AFTER) {
+                return self.check_path(due, quiet, now);
             }
             self.ping_sent = Some(now);
             self.note_bytes();
@@ -217,6 +262,23 @@ impl Health {
             silence: self.measure(sent, tcp, now),
             verdict: now >= self.withhold_until,
         }
+    }
+
+    /// For how long no segment has arrived.
+    fn quiet_for(&self, tcp: &TcpInfo, now: Instant) -> Duration {
+        tcp.silent().min(now.saturating_duration_since(self.last_received))
+    }
+
+    /// Plans the next check while no PING is due before `due`. `quiet` is for how long no segment has arrived, if PINGs
+    /// are limited.
+    fn check_path(&mut self, due: Instant, quiet: Option<Duration>, now: Instant) -> Check {
+        let Some(quiet) = quiet else {
+            self.check_at = due;
+            return Check::NotDue;
+        };
+        let remaining = PATH_QUIET_AFTER.saturating_sub(quiet);
+        self.check_at = due.min(now + remaining.max(CHECK_INTERVAL));
+        if remaining.is_zero() { Check::ProbeDue } else { Check::NotDue }
     }
 
     fn suspect_after(&self) -> Duration {

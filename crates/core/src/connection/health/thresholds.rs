@@ -16,6 +16,12 @@ pub const SILENT_AFTER: Duration = Duration::from_secs(1);
 /// are requested if every sent byte is acknowledged. By then, the PING was transmitted three times: at
 /// 5 % packet loss each way, all three are lost once in a thousand PINGs.
 pub const PROBE_AFTER: Duration = Duration::from_millis(500);
+/// While PINGs are limited, more keepalive probes are requested when no segment has arrived for this long. On an idle
+/// connection the kernel sends one each second.
+pub const PATH_QUIET_AFTER: Duration = Duration::from_millis(1250);
+/// While PINGs are limited, one is due when no segment has arrived for this long. By then at least eight probes were
+/// sent: at 5 % packet loss each way, all are lost once in 10^8 times.
+pub const PATH_SILENT_AFTER: Duration = Duration::from_secs(2);
 /// A process counts as stopped if its kernel answers but no PONG and no frame arrives for this long.
 pub const STOPPED_AFTER: Duration = Duration::from_secs(5);
 /// Time after [`STOPPED_AFTER`] at which requests fail that must not be sent twice. Their clients have

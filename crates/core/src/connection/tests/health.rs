@@ -751,3 +751,57 @@ fn next_ping_is_due_after_half_of_the_interval_at_the_earliest() {
         }
     }
 }
+
+#[test]
+fn limited_pings_of_a_live_connection_keep_their_interval() {
+    let mut sim = Simulation::new();
+    sim.connection.limit_pings(ms(64_000));
+    sim.run(ms(200_000));
+    assert_eq!((sim.changes.len(), sim.pings.len()), (0, 3), "{:?}", sim.pings);
+    // Events bring no PING forward.
+    for _ in 0..10 {
+        sim.receive();
+        sim.run(ms(1000));
+    }
+    assert_eq!(sim.pings.len(), 3, "{:?}", sim.pings);
+}
+
+#[test]
+fn limited_pings_notice_a_lost_path_after_4_s() {
+    for outbound in [false, true] {
+        let mut sim = Simulation::new();
+        sim.connection.limit_pings(ms(600_000));
+        sim.run(ms(10_000));
+        (sim.inbound, sim.outbound) = (false, outbound);
+        sim.run(ms(10_000));
+        assert_eq!(
+            sim.states(),
+            [
+                (ConnectionState::Suspect, StateChangeReason::PingLate),
+                (ConnectionState::Dead, StateChangeReason::NothingArrives)
+            ]
+        );
+        assert!(sim.changes[1].0 <= 10_000 + 4_200, "{:?}", sim.changes);
+        assert_eq!(sim.pings.len(), 1, "{:?}", sim.pings);
+    }
+}
+
+#[test]
+fn limited_pings_are_sent_once_for_a_request_that_waits() {
+    let mut sim = Simulation::new();
+    sim.connection.limit_pings(ms(600_000));
+    sim.run(ms(10_000));
+    sim.send_request();
+    sim.run(ms(20_000));
+    assert_eq!(sim.pings, [10_100]);
+    sim.send_request();
+    sim.answers = false;
+    sim.run(ms(8_000));
+    // The first request still waits, and its PING was answered. The endpoint is suspected by `/readyz`.
+    assert_eq!(sim.pings.len(), 1);
+    let now = sim.now;
+    let _ = sim.connection.endpoint_suspected(now);
+    sim.run(ms(8_000));
+    assert_eq!(sim.pings.len(), 2);
+    assert_eq!(sim.state(), ConnectionState::Draining);
+}

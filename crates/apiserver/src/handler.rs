@@ -42,7 +42,11 @@ pub(super) async fn handle(
     connection: Arc<ConnectionInfo>,
     request: Request<Incoming>,
 ) -> Result<Response<ResponseBody>, Infallible> {
-    let (parts, body) = request.into_parts();
+    let (mut parts, body) = request.into_parts();
+    if let Some(status) = server.gateway.forward(&mut parts, &server.refused) {
+        let body = ResponseBody::full(format!("{status} page not found\n"));
+        return Ok(respond(status, "text/plain; charset=utf-8", body));
+    }
     let context = RequestContext::new(server, connection, parts);
     let audit_number = context.record();
     let in_flight = Counted::new(&context.server, |counters| &counters.in_flight);

@@ -32,6 +32,7 @@ pub mod status_error;
 mod body;
 mod connection;
 mod discovery;
+mod gateway;
 mod handler;
 mod patch;
 mod protobuf;
@@ -45,6 +46,7 @@ mod tunnel;
 mod watch;
 
 use body::ResponseBody;
+pub use gateway::Gateway;
 pub use server::{ApiServerHandle, Options, start};
 pub use state::{Counters, Faults, RequestHook, ScriptedResponse};
 

@@ -6,6 +6,7 @@
 
 use crate::cluster::Cluster;
 use crate::connection;
+use crate::gateway::{Gateway, Refused};
 use crate::lock;
 use crate::pki::{Issued, Pki};
 use crate::requested_certificate::RequestedCertificate;
@@ -37,6 +38,8 @@ pub struct Options {
     pub compresses_watch_lists: bool,
     /// The serving certificate; by default one is issued for loopback.
     pub certificate: Option<Issued>,
+    /// What forwards the requests to it.
+    pub gateway: Gateway,
 }
 
 impl Options {
@@ -49,6 +52,7 @@ impl Options {
             http2: true,
             compresses_watch_lists: true,
             certificate: None,
+            gateway: Gateway::default(),
         }
     }
 }
@@ -106,6 +110,8 @@ pub fn start(cluster: &Cluster, pki: &Pki, options: Options) -> io::Result<ApiSe
     let listener = listen(addr)?;
     let server = ServerState {
         name: options.name,
+        gateway: options.gateway,
+        refused: Refused::default(),
         compresses_watch_lists: options.compresses_watch_lists,
         version: Mutex::new(options.version),
         cluster: cluster.clone(),
@@ -136,6 +142,11 @@ impl ApiServerHandle {
     /// The name given in the options.
     pub fn name(&self) -> &str {
         &self.server.name
+    }
+
+    /// The requests that its gateway did not forward: method, host and target of each.
+    pub fn refused_by_gateway(&self) -> Vec<String> {
+        self.server.refused.all()
     }
 
     /// Counters since the server was created.

@@ -1,6 +1,7 @@
 //! State that the thread, the connections and the handle of a demo apiserver share.
 
 use crate::cluster::Cluster;
+use crate::gateway::{Gateway, Refused};
 use crate::identity::Certificate;
 use crate::status_error::StatusError;
 use bytes::Bytes;
@@ -145,6 +146,8 @@ pub(super) struct ConnectionInfo {
 /// State of one server.
 pub(super) struct ServerState {
     pub name: String,
+    pub gateway: Gateway,
+    pub refused: Refused,
     /// See [`crate::server::Options::compresses_watch_lists`].
     pub compresses_watch_lists: bool,
     /// What it reports at `/version`.

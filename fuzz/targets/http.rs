@@ -14,6 +14,7 @@ use jackstay_core::request::hygiene::{
     upstream_trailers,
 };
 use jackstay_core::request::info::{RequestInfo, is_upgrade};
+use jackstay_core::request::path_prefix::PathPrefix;
 use tokio::io::{AsyncRead, ReadBuf};
 
 /// A request head, as lines: method and target, then headers. A head that is accepted carries no hop-by-hop header
@@ -36,8 +37,14 @@ pub(super) fn request(bytes: &[u8]) {
         }
     }
     let (parts, ()) = request.into_parts();
-    let info = RequestInfo::new(&parts);
+    let info = RequestInfo::new(&parts, &PathPrefix::default());
     let _ = (info.path(), info.query(), info.long_running(), check_size(&parts, 100));
+    let path = parts.uri.path();
+    if let Ok(prefix) = PathPrefix::parse(path) {
+        assert_eq!(PathPrefix::parse(prefix.encoded()).as_ref(), Ok(&prefix));
+        let below = RequestInfo::new(&parts, &prefix);
+        let _ = (below.path(), below.resource_name(), prefix.strip_sent(path));
+    }
     let upgrade = is_upgrade(&parts.method, &parts.headers, parts.version);
     if let Some(trailers) = upstream_trailers(parts.headers.clone()) {
         let is_removed =

@@ -246,7 +246,10 @@ impl PreparedConfig {
     ) -> Result<(), StartError> {
         let identities = identities_of(config, &self.next.config);
         let mut current = current.iter().flat_map(|current| &current.upstreams);
-        let current = current.find(|current| *current.name == *config.name);
+        // Below another path is another cluster, whose versions have nothing to do with those of this one.
+        let current = current.find(|current| {
+            *current.name == *config.name && current.path_prefix == config.path_prefix
+        });
         let (upstream, slots) = if let Some(current) = current {
             let prepared = current.credentials.prepare(config, &identities, files)?;
             let slots = prepared.identities().to_vec();

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use clap::Args;
 use jackstay_core::discovery::address::{AddressError, EndpointAddress};
+use jackstay_core::request::path_prefix::PathPrefixError;
 
 use super::admin_client::{DEFAULT_ADMIN, fetch_status};
 use super::options::{
@@ -20,8 +21,8 @@ use crate::config::{CertPaths, Overrides};
 use crate::doctor::dns::Resolver;
 use crate::doctor::observations::EndpointSource;
 use crate::doctor::target::{
-    self, CredentialFiles, ExaminationPlan, ExecPlugins, PlannedListener, Target, TargetError,
-    Trust,
+    self, ApiRoot, CredentialFiles, ExaminationPlan, ExecPlugins, PlannedListener, Target,
+    TargetError, Trust, root_of_context, root_of_url,
 };
 use crate::doctor::{examine, findings, report};
 use crate::kubeconfig::{
@@ -131,6 +132,7 @@ enum DoctorError {
     Context(ContextError),
     Target(TargetError),
     EndpointUrl(ServerUrlError),
+    EndpointPath(PathPrefixError),
     EndpointAddress(AddressError),
 }
 
@@ -142,6 +144,7 @@ impl fmt::Display for DoctorError {
             Self::Context(error) => error.fmt(f),
             Self::Target(error) => error.fmt(f),
             Self::EndpointUrl(error) => write!(f, "--endpoint: {error}"),
+            Self::EndpointPath(error) => write!(f, "--endpoint: the path {error}"),
             Self::EndpointAddress(error) => write!(f, "--endpoint: {error}"),
         }
     }
@@ -171,7 +174,7 @@ fn plan(args: &DoctorArgs) -> Result<ExaminationPlan, DoctorError> {
         let context_trust = Trust::of_context(&context, ExecPlugins::Run, &mut plan.notes)?;
         let name = Some(context.verified_name());
         let target = Target::new(&context.server, EndpointSource::Given, name, &context_trust)?;
-        plan.targets.push(target);
+        plan.targets.push(target.with_root(root_of_context(&context)));
         if args.ca_file.is_none() {
             trust = context_trust;
         }
@@ -182,9 +185,10 @@ fn plan(args: &DoctorArgs) -> Result<ExaminationPlan, DoctorError> {
         );
     }
     for endpoint in &args.endpoints {
-        let server = parse_endpoint(endpoint)?;
+        let (server, root) = parse_endpoint(endpoint)?;
         let name = args.server_name.as_deref();
-        plan.targets.push(Target::new(&server, EndpointSource::Given, name, &trust)?);
+        let target = Target::new(&server, EndpointSource::Given, name, &trust)?;
+        plan.targets.push(target.with_root(root));
     }
     let listener = |bind: &SocketAddr| PlannedListener {
         name: "jackstay".into(),
@@ -199,13 +203,15 @@ fn plan(args: &DoctorArgs) -> Result<ExaminationPlan, DoctorError> {
 }
 
 /// Reads the address of an endpoint as a configuration does, or a URL as a kubeconfig does.
-fn parse_endpoint(text: &str) -> Result<ServerUrl, DoctorError> {
+fn parse_endpoint(text: &str) -> Result<(ServerUrl, ApiRoot), DoctorError> {
     if text.contains("://") {
-        return ServerUrl::parse(text).map_err(DoctorError::EndpointUrl);
+        let server = ServerUrl::parse(text).map_err(DoctorError::EndpointUrl)?;
+        let root = root_of_url(text, &server.path).map_err(DoctorError::EndpointPath)?;
+        return Ok((server, root));
     }
     let EndpointAddress { host, port } =
         EndpointAddress::parse(text).map_err(DoctorError::EndpointAddress)?;
-    Ok(ServerUrl { host, port, path: String::new() })
+    Ok((ServerUrl { host, port, path: String::new() }, ApiRoot::default()))
 }
 
 fn kubeconfig_context(args: &DoctorArgs) -> Result<ResolvedContext, DoctorError> {

@@ -10,7 +10,9 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::ValueEnum;
+use http::uri::Authority;
 use jackstay_core::discovery::address::EndpointAddress;
+use jackstay_core::request::path_prefix::PathPrefix;
 use serde::Serialize;
 
 use super::listener::{CertPaths, Listener};
@@ -101,6 +103,12 @@ pub struct Shutdown {
 pub struct Upstream {
     /// Unique name; a label in metrics.
     pub name: String,
+    /// The path below which the servers have the API, such as `/k8s/clusters/c-1`.
+    #[serde(serialize_with = "as_in_file::display")]
+    pub path_prefix: PathPrefix,
+    /// `:authority` and `Host` of requests; `None` is the client's own.
+    #[serde(serialize_with = "as_in_file::optional_display")]
+    pub authority: Option<Authority>,
     /// Static endpoints and DNS names.
     #[serde(serialize_with = "as_in_file::display_all")]
     pub endpoints: Vec<EndpointAddress>,

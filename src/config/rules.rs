@@ -24,7 +24,13 @@ pub(super) struct References {
     /// The upstreams that listeners in mode `terminate` name.
     pub(super) terminated: Vec<String>,
     pub(super) without_ca: Vec<UpstreamWithoutCa>,
+    /// The upstreams with an authority, and the path of that key.
+    pub(super) with_authority: Vec<Located<String>>,
 }
+
+/// The warning for an authority that not every request carries.
+const PASSED_THROUGH_HOST: &str = "clients in mode passthrough send the host that they connect to, which a server that \
+    routes by host answers with 404 or 421: use mode terminate, in which jackstay sends this authority";
 
 /// An upstream without a CA bundle.
 #[derive(Debug)]
@@ -47,6 +53,18 @@ pub(super) fn check(references: &References, report: &Report) {
     }
     upstreams_exist(references, report);
     servers_are_verified(references, report);
+    authority_is_sent(references, report);
+}
+
+/// Clients whose connections are passed through write the host themselves.
+fn authority_is_sent(references: &References, report: &Report) {
+    for (path, upstream) in &references.with_authority {
+        let uses = references.upstreams.iter().filter(|(_, name)| name == upstream).count();
+        let terminated = references.terminated.iter().filter(|name| *name == upstream).count();
+        if uses > terminated {
+            report.warn(path, PASSED_THROUGH_HOST);
+        }
+    }
 }
 
 /// Requests and credentials go to verified servers only. A listener in mode `passthrough` sends

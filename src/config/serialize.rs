@@ -22,6 +22,17 @@ pub(super) fn display_all<S: Serializer>(values: &[impl Display], s: S) -> Resul
     s.collect_seq(values.iter().map(ToString::to_string))
 }
 
+/// The text of a value, or an empty text for `None`.
+pub(super) fn optional_display<S: Serializer>(
+    value: &Option<impl Display>,
+    s: S,
+) -> Result<S::Ok, S::Error> {
+    match value {
+        Some(value) => s.collect_str(value),
+        None => s.serialize_str(""),
+    }
+}
+
 /// A text or a path, or an empty text for `None`.
 pub(super) fn optional_text<S: Serializer>(
     text: &Option<impl AsRef<OsStr>>,

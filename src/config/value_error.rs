@@ -5,6 +5,7 @@ use std::error::Error;
 use std::fmt;
 
 use jackstay_core::discovery::address::quote;
+use jackstay_core::request::path_prefix::PathPrefixError;
 
 /// Why a text is not a valid value of its key.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -26,6 +27,8 @@ pub enum ValueError {
     RouteOfIp(String),
     /// A server name of connections that are passed through is an IP address.
     PassedThroughIp(String),
+    /// A path prefix is no path that clients send.
+    PathPrefix(String, PathPrefixError),
     /// The name in the certificates of apiservers is neither a DNS name nor an IP address.
     InvalidServerName(String),
 }
@@ -56,6 +59,7 @@ impl fmt::Display for ValueError {
                  apiservers' certificates",
                 quote(text)
             ),
+            Self::PathPrefix(text, error) => write!(f, "{} {error}", quote(text)),
             Self::InvalidServerName(text) => {
                 write!(f, "{} is neither a DNS name nor an IP address", quote(text))
             }

@@ -141,6 +141,12 @@ pub fn parse(text: &str, upstream: &str) -> Result<SavedFloors, FloorsError> {
     Ok(SavedFloors { secret, floors })
 }
 
+/// What the file says whose floors it has: the name of the upstream, and the path below which its servers have the API.
+/// Below another path is another cluster.
+fn identity(upstream: &Upstream) -> String {
+    [&*upstream.name, upstream.path_prefix.encoded()].concat()
+}
+
 /// Restores and saves the floors of `upstream` until the process has drained.
 pub async fn run(
     upstream: Arc<Upstream>,
@@ -179,7 +185,7 @@ pub async fn run(
 /// Reads the file, on another thread, because a disk may hang.
 async fn restore(upstream: &Upstream, context: &SharedContext) {
     let Some(dir) = context.state_dir.load().as_ref().clone() else { return };
-    let (path, name) = (path(&dir, &upstream.name), Arc::clone(&upstream.name));
+    let (path, name) = (path(&dir, &upstream.name), identity(upstream));
     let file = path.clone();
     let read = move || match files::read_text(&file, MAX_FILE) {
         Ok(text) => parse(&text, &name).map(Some),
@@ -217,7 +223,7 @@ async fn save_if_changed(
     if saved.as_ref() == Some(&now) {
         return;
     }
-    let (path, text) = (path(&dir, &upstream.name), to_text(&upstream.name, &now));
+    let (path, text) = (path(&dir, &upstream.name), to_text(&identity(upstream), &now));
     let file = path.clone();
     let write = move || {
         std::fs::create_dir_all(&dir)?;

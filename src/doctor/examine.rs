@@ -15,10 +15,11 @@ use tokio::time::{sleep_until, timeout, timeout_at};
 
 use super::dns::Resolver;
 use super::host;
+use super::host_routing::compare;
 use super::long_lived;
 use super::observations::{
-    ClientCertificate, EndpointObservation, Failure, FailureKind, Observations, Resolution,
-    ServerCertificate, Step,
+    ClientCertificate, EndpointObservation, Failure, FailureKind, HostRouting, Observations,
+    Resolution, ServerCertificate, Step,
 };
 use super::probe::{self, FreshResult, STEP_LIMIT, StepTimer};
 use super::target::{ExaminationPlan, PlannedListener, Target};
@@ -78,7 +79,10 @@ async fn examine(plan: ExaminationPlan, resolver: Resolver, duration: Duration) 
 /// and the first answer is used. There is none after `until` or [`STEP_LIMIT`].
 async fn siblings(targets: &[(Target, Resolution)], until: Instant) -> Vec<(Target, Resolution)> {
     let deadline = until.min(clock::now() + STEP_LIMIT);
-    let authenticated = targets.iter().filter(|(target, _)| target.peer.authenticated);
+    // Below a path, the apiservers that the cluster names do not serve the path.
+    let authenticated = targets
+        .iter()
+        .filter(|(target, _)| target.peer.authenticated && target.peer.root.prefix.is_empty());
     let mut answers: FuturesUnordered<_> = authenticated
         .map(|(target, resolution)| async move {
             let Resolution::Addresses(ips) = resolution else { return None };
@@ -112,7 +116,7 @@ async fn siblings(targets: &[(Target, Resolution)], until: Instant) -> Vec<(Targ
 async fn members(target: &Target, address: SocketAddr) -> Option<Vec<SocketAddr>> {
     let mut timer = StepTimer::start(clock::now());
     let mut opened = probe::open(&mut timer, address, &target.peer).await.ok()?;
-    super::members::request(&mut opened, &target.peer, "").await.ok()
+    super::members::request(&mut opened, &target.peer).await.ok()
 }
 
 /// Requests the version of an apiserver over a new connection; none after `until` or [`STEP_LIMIT`].
@@ -121,9 +125,18 @@ async fn version(target: &Target, address: SocketAddr, until: Instant) -> Option
     let request = async {
         let mut timer = StepTimer::start(clock::now());
         let mut opened = probe::open(&mut timer, address, &target.peer).await.ok()?;
-        super::version::request(&mut opened, &target.peer, "").await.ok()?
+        super::version::request(&mut opened, &target.peer).await.ok()?
     };
     timeout_at(deadline.into(), request).await.ok()?
+}
+
+/// Whether the server selects the back end by the host of a request; `None` if that is not known [`STEP_LIMIT`] after
+/// `until`.
+async fn host_routing(target: &Target, address: SocketAddr, until: Instant) -> Option<HostRouting> {
+    let deadline = until + STEP_LIMIT;
+    let candidates = target.possible_authorities();
+    let compared = compare(address, &target.peer, &target.clients, &candidates);
+    timeout_at(deadline.into(), compared).await.ok()?
 }
 
 /// Observes one endpoint until `until`.
@@ -144,6 +157,9 @@ async fn examine_endpoint(
         address: target.address.clone(),
         source: target.source,
         server_name: target.server_name.clone(),
+        authority: target.peer.root.authority.to_string(),
+        path_prefix: target.peer.root.prefix.to_string(),
+        host_routing: None,
         verifies: target.verifier.verifies(),
         resolved: resolution.clone(),
         loops_to,
@@ -169,8 +185,9 @@ async fn examine_endpoint(
     }
     let address = SocketAddr::new(*ip, target.port);
     let fresh;
-    (endpoint.version, fresh, endpoint.long_lived, endpoint.idle) = tokio::join!(
+    (endpoint.version, endpoint.host_routing, fresh, endpoint.long_lived, endpoint.idle) = tokio::join!(
         version(target, address, until),
+        host_routing(target, address, until),
         fresh_connections(target, resolver, began, until),
         long_lived::ping_until(address, &target.peer, began, until),
         long_lived::ping_after_idle(address, &target.peer, began, until),

@@ -3,6 +3,7 @@
 
 mod certificates;
 mod finding;
+mod host;
 mod machine;
 mod path;
 mod recovered;
@@ -35,6 +36,7 @@ pub fn diagnose(observations: &Observations) -> Vec<Finding> {
         found.extend(path::credential(endpoint));
         found.extend(path::forgotten_flows(endpoint, observations));
         found.extend(path::limited_pings(endpoint));
+        found.extend(host::routes_by_host(endpoint));
         found.extend(path::readiness(endpoint));
         // An outage that has ended explains the connections that failed.
         let recovered = recovered::recovered(endpoint, observations);

@@ -42,6 +42,8 @@ pub enum MembersError {
     Forbidden,
     /// The apiserver responds with another status.
     Status(u16),
+    /// The server has the API below this path, which the apiservers do not serve.
+    BelowPath(String),
     /// They were not requested, for this reason.
     NotRequested(String),
 }
@@ -52,6 +54,10 @@ impl fmt::Display for MembersError {
             Self::NoConnection(why) | Self::Request(why) | Self::NotRequested(why) => {
                 f.write_str(why)
             }
+            Self::BelowPath(path) => write!(
+                f,
+                "those that it names do not serve the path {path} of the server, so they are no endpoints"
+            ),
             Self::NoResponse => f.write_str("the apiserver did not respond"),
             Self::NoCredential => f.write_str("there is no credential for the request"),
             Self::Empty => f.write_str("the response contains no address"),
@@ -66,18 +72,17 @@ impl fmt::Display for MembersError {
 
 impl Error for MembersError {}
 
-/// Requests the addresses over an open connection; `prefix` is the path of the cluster's URL.
+/// Requests the addresses over an open connection.
 ///
 /// # Errors
 /// Why the last request returned no address.
 pub(super) async fn request(
     opened: &mut ProbeConnection,
     peer: &PeerConfig,
-    prefix: &str,
 ) -> Result<Vec<SocketAddr>, MembersError> {
     let mut reason = MembersError::Empty;
     for (path, read) in OBJECTS {
-        let response = get(&mut opened.send, &format!("{prefix}{path}"), peer).await;
+        let response = get(&mut opened.send, path, peer).await;
         let (status, body, _) =
             response.map_err(|error| MembersError::Request(error.to_string()))?;
         reason = match status {

@@ -12,6 +12,7 @@
 //! 2. [`examine`] executes the plan. [`host`] checks this machine and [`dns`] checks each name server.
 //!    [`probe`] opens connections and measures each step; [`long_lived`] checks connections that stay
 //!    open. [`members`] requests the addresses of the apiservers from the cluster.
+//!    [`host_routing`] compares the responses to different hosts.
 //! 3. [`observations`] holds the results as plain data.
 //! 4. [`findings`] derives causes from the observations, the most likely first. It is a pure function.
 //! 5. [`report`] prints the observations and the findings.
@@ -34,6 +35,7 @@ pub mod examine;
 pub mod findings;
 #[cfg(feature = "doctor")]
 pub mod host;
+pub mod host_routing;
 #[cfg(feature = "doctor")]
 pub mod long_lived;
 pub mod members;

@@ -108,6 +108,12 @@ pub struct EndpointObservation {
     pub source: EndpointSource,
     /// The name that its certificate must contain.
     pub server_name: String,
+    /// `:authority` of the requests to it.
+    pub authority: String,
+    /// The path below which it has the API.
+    pub path_prefix: String,
+    /// That it answers to one host and not to another, if that was seen.
+    pub host_routing: Option<HostRouting>,
     /// Whether its certificate must be verified; `false` without a CA.
     pub verifies: bool,
     /// The addresses of its host.
@@ -140,6 +146,17 @@ pub struct EndpointObservation {
 #[allow(clippy::ref_option)]
 fn as_git_version<S: Serializer>(version: &Option<ServerVersion>, s: S) -> Result<S::Ok, S::Error> {
     version.as_ref().map(|version| &*version.git_version).serialize(s)
+}
+
+/// That a server answers as an apiserver to one host, and not to another.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct HostRouting {
+    /// The host to which it answers as an apiserver.
+    pub served: String,
+    /// A host to which it does not.
+    pub refused: String,
+    /// The status of that response.
+    pub status: u16,
 }
 
 /// The client certificate that was presented to an endpoint.

@@ -30,7 +30,9 @@ use super::verify;
 use crate::config::describe_io_error;
 use crate::net::tls::tls_error;
 use crate::upstream::connection::{describe_h2_error, is_ping_complaint};
-use crate::upstream::readyz::failed_checks;
+
+use crate::upstream::api_root::ApiRoot;
+use crate::upstream::readyz::{failed_checks, not_served};
 
 /// Limit of each step. A connect with two lost SYNs takes 3 s (RFC 6298 section 2) and still succeeds.
 pub(super) const STEP_LIMIT: Duration = Duration::from_millis(3500);
@@ -68,6 +70,8 @@ pub(super) struct PeerConfig {
     pub(super) token: Option<HeaderValue>,
     /// Whether a token or a client certificate is sent.
     pub(super) authenticated: bool,
+    /// Where its API begins.
+    pub(super) root: ApiRoot,
 }
 
 /// The result of a fresh connection.
@@ -144,7 +148,7 @@ pub(super) async fn fresh(
         let (status, body, measured) =
             get_step(Step::Readyz, &mut opened.send, "/readyz", peer).await?;
         skew = measured;
-        check_readyz(status, &body, peer.authenticated)?;
+        check_readyz(status, &body, (peer.authenticated, &peer.root))?;
         timer.done(Step::Readyz);
         if peer.authenticated {
             let (status, body, _) = get_step(Step::Request, &mut opened.send, "/api", peer).await?;
@@ -247,15 +251,14 @@ impl Drop for ProbeConnection {
 /// Status, body, and the server's clock minus this machine's in seconds.
 type GetResult = (StatusCode, String, Option<f64>);
 
-/// Sends a GET with the credential.
+/// Sends a GET for a path of the API with the credential.
 pub(super) async fn get(
     send: &mut SendRequest<Bytes>,
     path: &str,
     peer: &PeerConfig,
 ) -> Result<GetResult, h2::Error> {
     let mut request = Request::new(());
-    let target = format!("https://kubernetes.default.svc{path}");
-    *request.uri_mut() = target.parse().unwrap_or_default();
+    *request.uri_mut() = peer.root.uri(path);
     let headers = request.headers_mut();
     headers.insert(header::USER_AGENT, HeaderValue::from_static("jackstay-doctor"));
     headers.insert(header::ACCEPT, HeaderValue::from_static("application/json, */*"));
@@ -291,7 +294,11 @@ pub(super) async fn get(
 
 /// Checks the response of `/readyz`. 403 is no failure, nor is 401 without a credential: they do not depend
 /// on the health of the server.
-fn check_readyz(status: StatusCode, body: &str, authenticated: bool) -> Result<(), Failure> {
+fn check_readyz(
+    status: StatusCode,
+    body: &str,
+    (authenticated, root): (bool, &ApiRoot),
+) -> Result<(), Failure> {
     let (kind, text) = match status {
         StatusCode::UNAUTHORIZED if authenticated => (
             FailureKind::Unauthorized,
@@ -311,7 +318,12 @@ fn check_readyz(status: StatusCode, body: &str, authenticated: bool) -> Result<(
                 ),
                 None => (
                     FailureKind::Status(code),
-                    format!("/readyz responds with {code}{}", failed_checks(body)),
+                    format!(
+                        "{} responds with {code}{}{}",
+                        root.path("/readyz"),
+                        failed_checks(body),
+                        not_served(code, root)
+                    ),
                 ),
             }
         }
@@ -361,7 +373,9 @@ mod tests {
     #[test]
     fn check_readyz_and_authenticated_fail_for_errors_and_unknown_credentials() {
         let ready = |code: u16, body: &str, known| {
-            check_readyz(StatusCode::from_u16(code).unwrap(), body, known).err().map(|f| f.kind)
+            let root = ApiRoot::default();
+            let checked = check_readyz(StatusCode::from_u16(code).unwrap(), body, (known, &root));
+            checked.err().map(|f| f.kind)
         };
         assert_eq!(ready(200, "ok", true), None);
         assert_eq!(ready(401, "", true), Some(FailureKind::Unauthorized));

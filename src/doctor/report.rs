@@ -9,6 +9,7 @@ use super::findings::{Finding, Level, has_problems};
 use super::observations::{
     EndpointObservation, EndpointSource, Observations, Resolution, Step, percentile,
 };
+use crate::upstream::api_root::DEFAULT_AUTHORITY;
 
 /// The report as JSON: findings, a summary of the steps and all observations.
 pub fn json(observations: &Observations, findings: &[Finding], notes: &[String]) -> Value {
@@ -83,6 +84,16 @@ fn rows(endpoint: &EndpointObservation) -> Vec<Row> {
     rows
 }
 
+/// Where the API begins, if that is configured.
+fn api_root(endpoint: &EndpointObservation, out: &mut String) {
+    if !endpoint.path_prefix.is_empty() {
+        let _ = writeln!(out, "  API below the path {}", endpoint.path_prefix);
+    }
+    if endpoint.authority != DEFAULT_AUTHORITY {
+        let _ = writeln!(out, "  requests with :authority {}", endpoint.authority);
+    }
+}
+
 fn table(endpoint: &EndpointObservation, out: &mut String) {
     let _ = write!(out, "{}", endpoint.address);
     if let Resolution::Addresses(ips) = &endpoint.resolved
@@ -102,6 +113,7 @@ fn table(endpoint: &EndpointObservation, out: &mut String) {
     } else {
         writeln!(out, ", not verified (no CA)")
     };
+    api_root(endpoint, out);
     let rows = rows(endpoint);
     if !rows.is_empty() {
         let _ = writeln!(out, "  {:<14} {:>9} {:>10} {:>10}", "", "ok", "p50 ms", "p99 ms");

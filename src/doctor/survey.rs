@@ -12,14 +12,16 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use futures_util::future::join_all;
+use http::uri::Authority;
 use jackstay_sys::clock;
 use tokio::sync::Mutex;
 use tokio::task::LocalSet;
 use tokio::time::timeout;
 
 use super::dns::Resolver;
+use super::host_routing::compare;
 use super::members::{self, MembersError};
-use super::observations::{EndpointSource, Failure, FailureKind, Resolution, Step};
+use super::observations::{EndpointSource, Failure, FailureKind, HostRouting, Resolution, Step};
 use super::probe::{ProbeConnection, StepTimer, open};
 use super::target::{Target, TargetError, Trust};
 use super::version;
@@ -27,6 +29,7 @@ use crate::kubeconfig::CertificateNames;
 use crate::kubeconfig::ServerUrl;
 use crate::net::tls::certificate::X509Error;
 use crate::net::tls::local_ca::subject_alt_names;
+use crate::upstream::api_root::ApiRoot;
 
 /// Limit for each apiserver, from the resolution of its name to the response. A lost SYN delays the connect
 /// by 1 s (RFC 6298 section 2).
@@ -42,6 +45,10 @@ pub struct SurveyRequest<'a> {
     pub others: &'a [ServerUrl],
     /// The CA of all apiservers, and the credential for `own`.
     pub trust: &'a Trust,
+    /// Where the API of all apiservers begins.
+    pub root: &'a ApiRoot,
+    /// The authority that clients will send, if they do not send that of `root`.
+    pub clients: Option<&'a Authority>,
     /// Whether `own` gets the credential and is queried for the apiservers of the cluster.
     pub query_members: bool,
 }
@@ -55,6 +62,8 @@ pub struct Survey {
     pub without_certificate: Vec<(String, NoNames)>,
     /// The addresses at which no apiserver responds.
     pub not_apiservers: Vec<NotApiserver>,
+    /// The first server that does not answer as an apiserver to the authority that clients will send.
+    pub host_routing: Option<(String, HostRouting)>,
     /// The apiservers that the cluster names and that are not in the request, or why they are not known.
     pub members: Result<Vec<SocketAddr>, MembersError>,
 }
@@ -156,6 +165,7 @@ struct EndpointSurvey {
     names: Result<CertificateNames, NoNames>,
     /// Whether it responds as an apiserver.
     responds: Result<(), NoResponse>,
+    host_routing: Option<HostRouting>,
     members: Result<Vec<SocketAddr>, MembersError>,
 }
 
@@ -178,16 +188,21 @@ pub fn survey(request: &SurveyRequest<'_>, resolver: Resolver) -> Result<Survey,
     let trust = if request.query_members { request.trust } else { &anonymous };
     let name = Some(request.verified_name);
     let own = Target::new(request.own, EndpointSource::Given, name, trust)?;
+    let own = own.with_root(request.root.clone());
     let others = request.others.iter();
     let others: Vec<Target> = others
-        .map(|server| Target::new(server, EndpointSource::Given, None, &anonymous))
+        .map(|server| {
+            let target = Target::new(server, EndpointSource::Given, None, &anonymous)?;
+            Ok::<_, TargetError>(target.with_root(request.root.clone()))
+        })
         .collect::<Result<_, _>>()?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = runtime.map_err(SurveyError::Runtime)?;
     let resolver = Mutex::new(resolver);
     let (own, others) = LocalSet::new().block_on(&runtime, async {
-        let others = others.iter().map(|target| survey_endpoint(target, None, &resolver));
-        tokio::join!(survey_endpoint(&own, Some(&request.own.path), &resolver), join_all(others))
+        let survey = |target, is_own| survey_endpoint(target, is_own, request.clients, &resolver);
+        let others = others.iter().map(|target| survey(target, false));
+        tokio::join!(survey(&own, true), join_all(others))
     });
     let known: Vec<SocketAddr> =
         [&own].into_iter().chain(&others).flat_map(|result| result.addresses.clone()).collect();
@@ -195,11 +210,13 @@ pub fn survey(request: &SurveyRequest<'_>, resolver: Resolver) -> Result<Survey,
         members.retain(|member| !known.contains(member));
         members
     });
-    let (certificates, without_certificate, not_apiservers) = Default::default();
-    let mut survey = Survey { certificates, without_certificate, not_apiservers, members };
+    let mut survey = Survey { members, ..Survey::without_observations(MembersError::NoResponse) };
     for result in [own].into_iter().chain(others) {
         if let Err(reason) = result.responds {
             survey.not_apiservers.push(NotApiserver { address: result.address.clone(), reason });
+        }
+        if let Some(routing) = result.host_routing {
+            survey.host_routing.get_or_insert((result.address.clone(), routing));
         }
         match result.names {
             _ if !request.trust.verifies() => {}
@@ -210,11 +227,25 @@ pub fn survey(request: &SurveyRequest<'_>, resolver: Resolver) -> Result<Survey,
     Ok(survey)
 }
 
-/// Surveys one apiserver. With the path of the cluster's URL it also requests the addresses of the
-/// cluster's apiservers. A step that does not end within [`LIMIT`] leaves the result that stands for it.
+impl Survey {
+    /// A survey without an observation; the apiservers of the cluster are not known for this reason.
+    pub fn without_observations(why: MembersError) -> Self {
+        let (certificates, without_certificate, not_apiservers) = Default::default();
+        Self {
+            certificates,
+            without_certificate,
+            not_apiservers,
+            host_routing: None,
+            members: Err(why),
+        }
+    }
+}
+
+/// Surveys one apiserver. From that of the kubeconfig it also requests the addresses of the cluster's apiservers. A step that does not end within [`LIMIT`] leaves the result that stands for it.
 async fn survey_endpoint(
     target: &Target,
-    cluster_path: Option<&str>,
+    is_own: bool,
+    clients: Option<&Authority>,
     resolver: &Mutex<Resolver>,
 ) -> EndpointSurvey {
     let mut result = EndpointSurvey {
@@ -222,6 +253,7 @@ async fn survey_endpoint(
         addresses: Vec::new(),
         names: Err(NoNames::NoCertificate),
         responds: Ok(()),
+        host_routing: None,
         members: Err(MembersError::NoResponse),
     };
     result.fail(NoResponse::timed_out(format!("no response within {} s", LIMIT.as_secs())));
@@ -238,20 +270,25 @@ async fn survey_endpoint(
         let mut opened = open(&mut StepTimer::start(clock::now()), *address, &target.peer).await;
         result.names = certificate_names(target, &opened);
         result.responds = Err(NoResponse::timed_out("/version: no response"));
-        let prefix = cluster_path.unwrap_or_default();
         result.responds = match &mut opened {
             Ok(opened) => {
-                let response = version::request(opened, &target.peer, prefix).await.map(drop);
+                let response = version::request(opened, &target.peer).await.map(drop);
                 response.map_err(|error| NoResponse::wrong(error.to_string()))
             }
             Err(failure) if failure.kind.is_of_certificate() => {
-                request_unverified(target, *address, prefix).await
+                request_unverified(target, *address).await
             }
             Err(failure) => Err(NoResponse::from(&*failure)),
         };
-        result.members = match (opened, cluster_path) {
-            (Ok(mut opened), Some(path)) if target.peer.authenticated => {
-                members::request(&mut opened, &target.peer, path).await
+        if let (Ok(_), Some(clients), Ok(())) = (&opened, clients, &result.responds) {
+            let clients = std::slice::from_ref(clients);
+            result.host_routing = compare(*address, &target.peer, clients, &[]).await;
+        }
+        let prefix = &target.peer.root.prefix;
+        result.members = match (opened, is_own) {
+            (Ok(_), true) if !prefix.is_empty() => Err(MembersError::BelowPath(prefix.to_string())),
+            (Ok(mut opened), true) if target.peer.authenticated => {
+                members::request(&mut opened, &target.peer).await
             }
             (Ok(_), _) => Err(MembersError::NoCredential),
             (Err(failure), _) => Err(MembersError::NoConnection(failure.text)),
@@ -263,15 +300,11 @@ async fn survey_endpoint(
 
 /// Requests `/version` without a credential from a server whose certificate is not accepted: an apiserver with
 /// another CA, or another server.
-async fn request_unverified(
-    target: &Target,
-    address: SocketAddr,
-    prefix: &str,
-) -> Result<(), NoResponse> {
+async fn request_unverified(target: &Target, address: SocketAddr) -> Result<(), NoResponse> {
     let target = target.unverified().map_err(|error| NoResponse::wrong(error.to_string()))?;
     let opened = open(&mut StepTimer::start(clock::now()), address, &target.peer).await;
     let mut opened = opened.map_err(|failure| NoResponse::from(&failure))?;
-    let response = version::request(&mut opened, &target.peer, prefix).await.map(drop);
+    let response = version::request(&mut opened, &target.peer).await.map(drop);
     response.map_err(|error| NoResponse::wrong(error.to_string()))
 }
 

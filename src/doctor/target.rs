@@ -9,7 +9,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use http::HeaderValue;
+use http::uri::Authority;
 use jackstay_core::discovery::address::tls_name;
+use jackstay_core::request::path_prefix::{PathPrefix, PathPrefixError};
 use rustls::RootCertStore;
 use rustls::pki_types::ServerName;
 use rustls::server::VerifierBuilderError;
@@ -17,13 +19,15 @@ use rustls::server::VerifierBuilderError;
 use super::observations::EndpointSource;
 use super::probe::PeerConfig;
 use super::verify::RecordingVerifier;
-use crate::config::{CertPaths, Config, Upstream};
+use crate::config::{CertPaths, Config, Listener, Upstream};
 use crate::kubeconfig::{
-    Credential, KubeconfigError, PemSource, ResolvedContext, ServerUrl, system_cas,
+    Credential, KubeconfigError, PemSource, ResolvedContext, ServerUrl, sent_authority, system_cas,
 };
 use crate::net::tls::certificate::CertInfo;
 use crate::net::tls::file_error::TlsFileError;
 use crate::net::tls::pem_files::{LoadedCert, ca_from_pem, cert_from_pem, load_ca, load_cert};
+pub use crate::upstream::api_root::ApiRoot;
+use crate::upstream::api_root::default_authority;
 
 /// An endpoint to examine.
 pub struct Target {
@@ -39,6 +43,8 @@ pub struct Target {
     trust: Trust,
     pub(super) verifier: Arc<RecordingVerifier>,
     pub(super) peer: PeerConfig,
+    /// What clients send as host through listeners that pass their connections through.
+    pub(super) clients: Vec<Authority>,
 }
 
 impl fmt::Debug for Target {
@@ -164,6 +170,25 @@ pub enum ExecPlugins {
     Run,
     /// The plugin is not run: it may open a browser, ask for a second factor or take long.
     Skip,
+}
+
+/// Where the API begins of a server with this URL, which has the path `path`.
+///
+/// # Errors
+/// Clients do not send such a path.
+pub fn root_of_url(url: &str, path: &str) -> Result<ApiRoot, PathPrefixError> {
+    Ok(ApiRoot {
+        authority: sent_authority(url).unwrap_or_else(default_authority),
+        prefix: PathPrefix::of_url_path(path)?,
+    })
+}
+
+/// Where the API of a context begins.
+pub fn root_of_context(context: &ResolvedContext) -> ApiRoot {
+    ApiRoot {
+        authority: context.authority.clone().unwrap_or_else(default_authority),
+        prefix: context.path_prefix.clone(),
+    }
 }
 
 impl Trust {
@@ -323,6 +348,7 @@ impl Target {
             tls: verifier.client(certificate).map_err(TargetError::Tls)?,
             authenticated: token.is_some() || certificate.is_some(),
             token,
+            root: ApiRoot::default(),
         };
         Ok(Self {
             address: server.address(),
@@ -333,7 +359,29 @@ impl Target {
             trust: trust.clone(),
             verifier,
             peer,
+            clients: Vec::new(),
         })
+    }
+
+    /// The same endpoint, whose API begins there.
+    #[must_use]
+    pub fn with_root(mut self, root: ApiRoot) -> Self {
+        self.peer.root = root;
+        self
+    }
+
+    /// The hosts to which a server at this address may answer.
+    pub(super) fn possible_authorities(&self) -> Vec<Authority> {
+        let host = self.address.rsplit_once(':').map_or(&*self.address, |(host, _)| host);
+        let port = format!("{}:{}", self.server_name, self.port);
+        let texts = [self.address.as_str(), host, &port, &self.server_name];
+        let mut found: Vec<Authority> = Vec::new();
+        for authority in texts.into_iter().filter_map(|text| Authority::try_from(text).ok()) {
+            if !found.contains(&authority) {
+                found.push(authority);
+            }
+        }
+        found
     }
 
     /// The client certificate that is presented to the server.
@@ -345,7 +393,8 @@ impl Target {
     /// The same endpoint without verification and without a credential.
     pub(super) fn unverified(&self) -> Result<Self, TargetError> {
         let server = ServerUrl { host: self.host.clone(), port: self.port, path: String::new() };
-        Self::new(&server, self.source, Some(&self.server_name), &Trust::default())
+        let target = Self::new(&server, self.source, Some(&self.server_name), &Trust::default())?;
+        Ok(target.with_root(self.peer.root.clone()))
     }
 
     /// Another apiserver of the same cluster, which the cluster names. It is verified by the name of the
@@ -355,6 +404,21 @@ impl Target {
             ServerUrl { host: address.ip().to_string(), port: address.port(), path: String::new() };
         Self::new(&server, EndpointSource::Cluster, Some("kubernetes.default.svc"), &self.trust)
     }
+}
+
+/// What clients send as host through the listeners in mode passthrough of an upstream: the addresses of the listeners.
+/// Clients of a transparent listener connect to the server by its own address.
+fn authorities_of_clients(config: &Config, upstream: &Upstream) -> Vec<Authority> {
+    let passes = |listener: &&Listener| {
+        let is_used = listener.upstreams().any(|name| name == upstream.name);
+        is_used && listener.passthrough().is_some() && !listener.transparent
+    };
+    let binds = config.listeners.iter().filter(passes).flat_map(|listener| &listener.bind);
+    let hosts = binds.map(|bind| {
+        let (ip, port) = (bind.ip(), bind.port());
+        if ip.is_unspecified() { format!("localhost:{port}") } else { bind.to_string() }
+    });
+    hosts.filter_map(|host| Authority::try_from(host).ok()).collect()
 }
 
 /// Plans the examination of everything that a configuration names.
@@ -369,7 +433,9 @@ pub fn of_config(config: &Config) -> Result<ExaminationPlan, TargetError> {
             let server =
                 ServerUrl { host: endpoint.host.clone(), port: endpoint.port, path: String::new() };
             let name = upstream.tls.server_name.as_deref();
-            plan.targets.push(Target::new(&server, EndpointSource::Given, name, &trust)?);
+            let mut target = Target::new(&server, EndpointSource::Given, name, &trust)?;
+            target.clients = authorities_of_clients(config, upstream);
+            plan.targets.push(target.with_root(ApiRoot::from(upstream)));
         }
     }
     for listener in &config.listeners {

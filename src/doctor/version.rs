@@ -41,17 +41,15 @@ impl Error for VersionResponseError {
     }
 }
 
-/// Requests `/version` over an open connection; `prefix` is the path of the cluster's URL. Every user may read
-/// it by default (`system:public-info-viewer`). Returns the version if the response names one.
+/// Requests `/version` over an open connection. Every user may read it by default (`system:public-info-viewer`). Returns the version if the response names one.
 ///
 /// # Errors
 /// Why the peer does not respond as an apiserver does.
 pub(super) async fn request(
     opened: &mut ProbeConnection,
     peer: &PeerConfig,
-    prefix: &str,
 ) -> Result<Option<ServerVersion>, VersionResponseError> {
-    let response = get(&mut opened.send, &format!("{prefix}/version"), peer).await;
+    let response = get(&mut opened.send, "/version", peer).await;
     let (status, body, _) = response.map_err(VersionResponseError::Request)?;
     check(status, &body)?;
     Ok(ServerVersion::parse(body.as_bytes()).ok().filter(|_| status.is_success()))

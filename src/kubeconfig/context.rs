@@ -3,12 +3,15 @@
 use std::error::Error;
 use std::fmt;
 
+use http::uri::Authority;
 use jackstay_core::discovery::address::tls_name;
+use jackstay_core::request::path_prefix::{PathPrefix, PathPrefixError};
 use kube::config::{AuthInfo, Cluster, Kubeconfig};
 
 use super::credential::{Credential, CredentialError, PemSource, UserCredentials};
 use super::file::{context_names, find_cluster};
 use super::original::{copy_rewritten_fields, recorded_original};
+use super::sent_authority::sent_authority;
 use super::server_url::{ServerUrl, ServerUrlError, without_user};
 
 /// Why a context cannot be used.
@@ -47,6 +50,8 @@ pub enum ClusterError {
     NoServer,
     /// Its server cannot be used.
     Server(ServerUrlError),
+    /// The path of its server cannot be used.
+    Path(PathPrefixError),
     /// Its CA is not base64.
     Ca(CredentialError),
 }
@@ -90,6 +95,7 @@ impl fmt::Display for ClusterError {
         match self {
             Self::NoServer => f.write_str("has no server"),
             Self::Server(error) => error.fmt(f),
+            Self::Path(error) => write!(f, "the path of server {error}"),
             Self::Ca(error) => error.fmt(f),
         }
     }
@@ -100,6 +106,7 @@ impl Error for ClusterError {
         match self {
             Self::NoServer => None,
             Self::Server(error) => Some(error),
+            Self::Path(error) => Some(error),
             Self::Ca(error) => Some(error),
         }
     }
@@ -116,6 +123,10 @@ pub struct ResolvedContext {
     pub user: String,
     /// The apiserver; the original one if the cluster points at jackstay.
     pub server: ServerUrl,
+    /// The authority that clients send to it; `None` if its host cannot be one.
+    pub authority: Option<Authority>,
+    /// The path below which it has the API, as clients send it.
+    pub path_prefix: PathPrefix,
     /// The CA bundle that verifies the apiserver; `None` means the bundle of this system.
     pub ca: Option<PemSource>,
     /// `tls-server-name`: the name that clients verify; `None` means the host of the server.
@@ -155,6 +166,11 @@ impl ResolvedContext {
         }
         let server =
             non_empty(cluster.server.as_ref()).ok_or_else(|| in_cluster(ClusterError::NoServer))?;
+        let authority = sent_authority(server);
+        let server = ServerUrl::parse(server).map_err(ClusterError::Server).map_err(in_cluster)?;
+        let path_prefix = PathPrefix::of_url_path(&server.path)
+            .map_err(ClusterError::Path)
+            .map_err(in_cluster)?;
         let user = entry.user.as_deref().unwrap_or_default();
         let credential = UserCredentials::new(find_user(config, context, user)?, &cluster)
             .map_err(|error| ContextError::User(user.to_owned(), error))?
@@ -163,7 +179,9 @@ impl ResolvedContext {
             context: context.to_owned(),
             cluster: name.to_owned(),
             user: user.to_owned(),
-            server: ServerUrl::parse(server).map_err(ClusterError::Server).map_err(in_cluster)?,
+            server,
+            authority,
+            path_prefix,
             ca: certificate_authority(&cluster).map_err(ClusterError::Ca).map_err(in_cluster)?,
             tls_server_name: non_empty(cluster.tls_server_name.as_ref()).map(ToOwned::to_owned),
             insecure: cluster.insecure_skip_tls_verify == Some(true),

@@ -104,6 +104,8 @@ pub fn plan(context: &ResolvedContext, request: &SetupRequest) -> Result<SetupPl
     }
     let upstream = UpstreamSection {
         name: "control-plane",
+        path_prefix: context.path_prefix.to_string(),
+        authority: request.authority.clone(),
         endpoints,
         health: probe.map(|readyz| HealthSection { readyz }),
         tls: UpstreamTlsSection { ca_file, server_name: request.server_name.clone() },

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use http_body_util::Empty;
 use jackstay_core::admission::{MemoryBudget, MemoryKind, Shed};
+use jackstay_core::request::path_prefix::PathPrefix;
 use jackstay_sys::clock;
 use jackstay_sys::sockets::source::Source;
 use tokio::sync::mpsc;
@@ -25,7 +26,7 @@ fn progress_of(budget: &Arc<MemoryBudget>, rank: ClientRank) -> Rc<BodyProgress>
     let request = http::Request::new(Empty::<Bytes>::new());
     let (slots, now) = (Rc::<ConnectionSlots>::default(), clock::now());
     let slot = Rc::new(slots.admit_proven(Source::User(1), now));
-    BodyProgress::new(client.begin(&request).unwrap(), slot.begin_request())
+    BodyProgress::new(client.begin(&request, &PathPrefix::default()).unwrap(), slot.begin_request())
 }
 
 fn progress() -> Rc<BodyProgress> {

@@ -30,7 +30,7 @@ use jackstay_core::watch::request::{
 use jackstay_sys::clock;
 use jackstay_sys::utc::wall_clock;
 
-use super::admission::client_memory::ClientMemory;
+use super::admission::client_memory::{ClientMemory, StreamMemory};
 use super::admission::connection_slots::ConnectionSlot;
 use super::admission::proven_tokens::LastToken;
 use super::admission::unproven_requests::{ConnectionRecord, UnprovenRequest};
@@ -49,6 +49,7 @@ use super::status_response;
 use super::upgrade::Upgrade;
 use crate::observe::Outcome;
 use crate::upstream::Upstream;
+use crate::upstream::api_root::default_authority;
 use crate::upstream::credentials::CredentialClass;
 use crate::upstream::version_preference::preferred_versions;
 
@@ -134,6 +135,12 @@ impl ClientConnection {
         })
     }
 
+    /// Charges a request to the memory of the connection; `None` if it does not fit.
+    pub fn charge<B: http_body::Body>(&self, request: &Request<B>) -> Option<StreamMemory> {
+        let service = self.service.now();
+        self.memory.begin(request, &service.upstream.pool.upstream().path_prefix)
+    }
+
     /// The response to an HTTP/1.1 request for which there is no memory. Its connection ends, because its body is
     /// not read.
     #[cold]
@@ -143,7 +150,7 @@ impl ClientConnection {
         let (metrics, access_log) = (&service.metrics, service.access_log);
         let mut outcome = Box::new(Outcome::begin(metrics, access_log, self.address, &parts));
         outcome.source = self.slot.source();
-        let info = RequestInfo::new(&parts);
+        let info = RequestInfo::new(&parts, &service.upstream.pool.upstream().path_prefix);
         outcome.classified(info.verb.as_str(), info.long_running());
         let error = StatusError::from(Refusal::RequestMemory);
         error_response(error.closing_connection(), outcome, parts.headers.get(header::ACCEPT))
@@ -225,7 +232,7 @@ impl ClientConnection {
         request: Request<Incoming>,
     ) -> (Box<Outcome>, Prepared) {
         let (mut parts, body) = request.into_parts();
-        let info = RequestInfo::new(&parts);
+        let info = RequestInfo::new(&parts, &service.upstream.pool.upstream().path_prefix);
         // h2 copies each value itself, but not the target.
         if info.long_running() || parts.version != Version::HTTP_2 {
             compact::own_head(&mut parts);
@@ -266,6 +273,9 @@ impl ClientConnection {
         hygiene::upstream_headers(&mut parts.headers, &self.forwarded_for, info.upgrade);
         if info.upgrade {
             let memory = self.memory.charge_tunnel()?;
+            if let Some(authority) = &service.upstream.pool.upstream().config().authority {
+                set_host(&mut parts, authority);
+            }
             let upgrade = Upgrade {
                 memory,
                 upstream: Rc::clone(&service.upstream),
@@ -355,6 +365,14 @@ fn watch_request(
     WatchRequest::new(verb, path, query, &parts.headers, &service.never_resume_groups, is_unordered)
 }
 
+/// Sets the authority of an upgrade, which is an HTTP/1.1 request upstream.
+fn set_host(parts: &mut Parts, authority: &Authority) {
+    // An authority is a valid value.
+    if let Ok(host) = HeaderValue::from_str(authority.as_str()) {
+        parts.headers.insert(header::HOST, host);
+    }
+}
+
 /// The head that is sent upstream. HTTP/2 needs a scheme and an authority, and a watch is changed so that
 /// its frames can be followed.
 fn upstream_head(
@@ -365,12 +383,14 @@ fn upstream_head(
     let Parts { method, uri, mut headers, .. } = parts;
     let host = headers.remove(header::HOST);
     let mut target = uri.into_parts();
-    if target.authority.is_none() {
+    if let Some(authority) = &upstream.config().authority {
+        target.authority = Some(authority.clone());
+    } else if target.authority.is_none() {
         let authority = host
             .as_ref()
             .and_then(|host| Authority::try_from(host.as_bytes()).ok())
             // HTTP/1.0 needs no Host, and the apiserver ignores it.
-            .unwrap_or_else(|| Authority::from_static("kubernetes.default.svc"));
+            .unwrap_or_else(default_authority);
         target.authority = Some(authority);
     }
     target.scheme = Some(Scheme::HTTPS);

@@ -52,6 +52,7 @@ pub fn ill_health(connection: &Connection) -> Option<String> {
 mod tests {
     use super::*;
     use http::{Method, Request};
+    use jackstay_core::request::path_prefix::PathPrefix;
 
     #[test]
     fn is_heartbeat_update_or_patch_of_a_known_resource() {
@@ -75,7 +76,7 @@ mod tests {
             (Method::PUT, "/", false),
         ] {
             let request = Request::builder().method(&method).uri(path).body(()).unwrap();
-            let info = RequestInfo::new(&request.into_parts().0);
+            let info = RequestInfo::new(&request.into_parts().0, &PathPrefix::default());
             assert_eq!(is_heartbeat(&info, &configured), expected, "{method} {path}");
         }
     }

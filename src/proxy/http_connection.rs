@@ -118,7 +118,7 @@ impl HttpConnection<'_> {
         let respond = service_fn(move |request| {
             // A refused request is dropped here. REFUSED_STREAM says that it was not processed, so that clients
             // send it again (RFC 9113, 8.7).
-            let memory = client.memory.begin(&request);
+            let memory = client.charge(&request);
             let begun = memory.map(|memory| {
                 let progress = begun.begin(memory, client.slot.begin_request());
                 let response = Rc::clone(&client).serve(request, Rc::clone(&progress));
@@ -192,7 +192,7 @@ impl HttpConnection<'_> {
         let errors = HeadErrors::new(limits.max_header_bytes, Arc::clone(&self.service.metrics));
         let (stream, timer) = limit_heads(stream, limits.header_timeout, memory.heads(), errors);
         let respond = service_fn(move |request| {
-            let memory = client.memory.begin(&request).ok_or(());
+            let memory = client.charge(&request).ok_or(());
             let fits = memory.is_ok();
             let memory = memory.unwrap_or_else(|()| client.memory.begin_uncharged());
             let progress = BodyProgress::new(memory, client.slot.begin_request());

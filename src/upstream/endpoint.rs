@@ -30,7 +30,7 @@ use std::sync::atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
-use arc_swap::ArcSwap;
+use arc_swap::{ArcSwap, Guard};
 use jackstay_core::connect::ConnectBackoff;
 pub use jackstay_core::connect::{ConnectFailure, ConnectFailureKind, ConnectTimeout};
 use jackstay_core::discovery::address::EndpointAddress;
@@ -57,6 +57,7 @@ use self::process_start::ProcessStart;
 use self::slow_start::SlowStart;
 use self::statistics::EndpointStatistics;
 use self::version::EndpointVersion;
+use super::api_root::ApiRoot;
 use super::capabilities::ApiserverProcess;
 use super::readyz::ReadyzCheck;
 use super::stats::{Ejection, EndpointStatus};
@@ -103,6 +104,7 @@ pub struct Endpoint {
     statistics: EndpointStatistics,
     version: EndpointVersion,
     process: ArcSwap<ApiserverProcess>,
+    api_root: ArcSwap<ApiRoot>,
     /// Signals from requests to the prober.
     pub probe: ProbeSignals,
     /// What flows show about the endpoint.
@@ -173,6 +175,7 @@ impl Endpoint {
             statistics: EndpointStatistics::default(),
             version: EndpointVersion::default(),
             process: ArcSwap::default(),
+            api_root: ArcSwap::default(),
             probe: ProbeSignals::default(),
             flow_evidence: FlowEvidence::new(clock::now()),
             fallback: AtomicBool::new(false),
@@ -293,6 +296,16 @@ impl Endpoint {
         if self.version.record(read, (&self.upstream, &self.label)) {
             self.metrics.kubernetes_minor(self.minor_version().map_or(0, MinorVersion::minor));
         }
+    }
+
+    /// Where jackstay's own requests go.
+    pub fn api_root(&self) -> Guard<Arc<ApiRoot>> {
+        self.api_root.load()
+    }
+
+    /// Sets where jackstay's own requests go.
+    pub(super) fn set_api_root(&self, root: &Arc<ApiRoot>) {
+        self.api_root.store(Arc::clone(root));
     }
 
     /// The process of the apiserver, and what is known about its capabilities.

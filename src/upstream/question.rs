@@ -8,12 +8,12 @@ use http::{HeaderValue, Request, StatusCode, header};
 use jackstay_sys::clock;
 
 use super::connection::Connection;
+use super::endpoint::Endpoint;
 
-/// The head of a request for `target`, a path with a query.
-pub fn get(target: &str, token: Option<HeaderValue>) -> Request<()> {
+/// The head of a request to `endpoint` for `target`, a path of the API with a query.
+pub fn get(endpoint: &Endpoint, target: &str, token: Option<HeaderValue>) -> Request<()> {
     let mut request = Request::new(());
-    let target = format!("https://kubernetes.default.svc{target}");
-    *request.uri_mut() = target.parse().unwrap_or_default();
+    *request.uri_mut() = endpoint.api_root().uri(target);
     let headers = request.headers_mut();
     headers.insert(header::USER_AGENT, HeaderValue::from_static("jackstay-readyz"));
     if let Some(token) = token {

@@ -2,6 +2,8 @@
 
 use serde::Serialize;
 
+use super::api_root::ApiRoot;
+
 /// The outcome of one `/readyz` check, as `/status` shows it.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct ReadyzCheck {
@@ -30,6 +32,23 @@ pub fn failed_checks(body: &str) -> String {
         .take(MAX_NAMED)
         .collect();
     if failed.is_empty() { String::new() } else { format!(": {}", failed.join(", ")) }
+}
+
+/// Why a server that is no apiserver itself, but selects one by the host or the path of a request, answers with `code`:
+/// a suffix for the status code, or an empty string for a status that has other reasons. kube-apiserver answers neither
+/// 404 to a health check nor 421 (RFC 9110, section 15.5.20).
+pub fn not_served(code: u16, root: &ApiRoot) -> String {
+    let host = &root.authority;
+    match code {
+        404 => format!(
+            ": no apiserver for the host {host} at this path: check authority and path_prefix of the upstream"
+        ),
+        421 => format!(
+            ": the server does not serve the host {host} on a connection with this TLS server name: check authority \
+             and tls.server_name of the upstream"
+        ),
+        _ => String::new(),
+    }
 }
 
 #[cfg(test)]

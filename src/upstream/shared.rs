@@ -9,9 +9,11 @@ use std::time::Instant;
 
 use arc_swap::{ArcSwap, Guard};
 use jackstay_core::admission::MemoryBudget;
+use jackstay_core::request::path_prefix::PathPrefix;
 use jackstay_sys::sockets::connector::Connector;
 use tokio::sync::Notify;
 
+use super::api_root::ApiRoot;
 use super::canary::Canary;
 use super::capabilities::CapabilityDemand;
 use super::compression::Compression;
@@ -31,6 +33,8 @@ use crate::observe::Metrics;
 pub struct Upstream {
     /// The name in the configuration.
     pub name: Arc<str>,
+    /// The path below which its servers have the API. Another path is another cluster, and another upstream.
+    pub path_prefix: PathPrefix,
     endpoints: ArcSwap<Vec<Arc<Endpoint>>>,
     /// The credentials that jackstay shows its apiservers.
     pub credentials: Credentials,
@@ -85,6 +89,14 @@ impl Drop for HeldWatch<'_> {
     }
 }
 
+/// Sets where jackstay's own requests to the endpoints go.
+fn set_api_root(endpoints: &[Arc<Endpoint>], config: &config::Upstream) {
+    let root = Arc::new(ApiRoot::from(config));
+    for endpoint in endpoints {
+        endpoint.set_api_root(&root);
+    }
+}
+
 impl Upstream {
     /// An upstream without endpoints and with the default [`Connector`].
     pub fn new(
@@ -101,6 +113,7 @@ impl Upstream {
             restores: Restores::default(),
             version_floors: VersionFloors::default(),
             name,
+            path_prefix: config.path_prefix.clone(),
             endpoints: ArcSwap::default(),
             credentials,
             config: ArcSwap::from_pointee(config),
@@ -133,12 +146,14 @@ impl Upstream {
     /// Replaces the set of endpoints and notifies pools. The control plane is the only caller. It also
     /// calls [`Endpoint::remove`] for each endpoint that leaves the set.
     pub fn set_endpoints(&self, endpoints: Vec<Arc<Endpoint>>) {
+        set_api_root(&endpoints, &self.config());
         self.endpoints.store(Arc::new(endpoints));
         self.endpoints_changed.notify_waiters();
     }
 
     /// Replaces the configuration and notifies the control plane.
     pub fn reconfigure(&self, config: config::Upstream) {
+        set_api_root(&self.endpoints(), &config);
         self.config.store(Arc::new(config));
         self.reconfigured.notify_one();
     }

@@ -25,7 +25,7 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 pub async fn try_certificate(connection: &Rc<Connection>) -> Result<(), String> {
     // After a 401 the apiserver ends the connection (`UnauthenticatedHTTP2DOSMitigation`).
     connection.set_end_expected(true);
-    let request = question::get("/version", None);
+    let request = question::get(&connection.endpoint, "/version", None);
     let answer = question::ask(connection, request, |_| ControlFlow::Continue(()));
     let endpoint = &connection.endpoint.label;
     let reason = match timeout(ANSWER_TIMEOUT, answer).await {

@@ -3,4 +3,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
+mod gateway;
+mod hosts;
+mod paths;
 mod table;

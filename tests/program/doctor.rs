@@ -22,6 +22,7 @@ use jackstay::doctor::report;
 use jackstay::doctor::survey::{SurveyRequest, survey};
 use jackstay::doctor::target::{CredentialFiles, ExaminationPlan, PlannedListener, Target, Trust};
 use jackstay::kubeconfig::ServerUrl;
+use jackstay::upstream::api_root::ApiRoot;
 use jackstay_apiserver as apiserver;
 use jackstay_apiserver::cluster::Cluster;
 use jackstay_apiserver::faulty_relay::FaultyRelay;
@@ -562,6 +563,8 @@ fn survey_sends_the_credential_only_to_the_apiserver_of_the_kubeconfig() {
     let trust = Trust::of_files(&test.files()).unwrap();
     let url = |server: &ApiServerHandle| ServerUrl::parse(&server.addr.to_string()).unwrap();
     let request = SurveyRequest {
+        root: &ApiRoot::default(),
+        clients: None,
         own: &url(&own),
         verified_name: "localhost",
         others: &[url(&other)],

@@ -35,6 +35,7 @@ use jackstay_apiserver::pki::{Issued, Pki, Subject};
 use jackstay_apiserver::{ApiServerHandle, Options};
 use jackstay_core::admission::{DEFAULT_LIMIT, MemoryBudget};
 use jackstay_core::discovery::address::EndpointAddress;
+use jackstay_core::request::path_prefix::PathPrefix;
 use serde_json::{Value, json};
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -120,6 +121,8 @@ impl Certs {
                 compression: Compression::Auto,
                 consistent_reads: ConsistentReads::Floor,
                 name: "control-plane".into(),
+                path_prefix: PathPrefix::default(),
+                authority: None,
                 endpoints: endpoints
                     .iter()
                     .map(|a| EndpointAddress { host: a.ip().to_string(), port: a.port() })

@@ -9,6 +9,7 @@ use std::rc::Rc;
 use bytes::Bytes;
 use http::request::Parts;
 use jackstay_core::request::info::RequestInfo;
+use jackstay_core::request::path_prefix::PathPrefix;
 
 /// A stream of a connection, numbered by the client: 1, 3, 5, …
 pub type StreamId = u32;
@@ -101,7 +102,7 @@ impl Request {
     pub fn new(method: http::Method, target: &str, write: Option<Write>) -> Rc<Self> {
         let request = http::Request::builder().method(method).uri(target).body(());
         let parts = request.expect("a valid target").into_parts().0;
-        Rc::new(Self { info: RequestInfo::new(&parts), parts, write })
+        Rc::new(Self { info: RequestInfo::new(&parts, &PathPrefix::default()), parts, write })
     }
 
     fn body_bytes(&self) -> u32 {

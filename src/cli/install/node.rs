@@ -3,7 +3,7 @@
 use crate::cli::kubeconfig::{Draft, Failure, host_name};
 use crate::doctor::node::{NodeState, node_state};
 use crate::doctor::observations::EndpointSource;
-use crate::doctor::target::{ExecPlugins, Target, Trust};
+use crate::doctor::target::{ApiRoot, ExecPlugins, Target, TargetError, Trust, root_of_context};
 use crate::kubeconfig::{Credential, ResolvedContext, ServerUrl};
 use crate::net::tls::certificate::Subject;
 use crate::net::tls::pem_files::valid_certificates;
@@ -17,6 +17,7 @@ pub(super) struct Node {
     pub(super) name: String,
     servers: Vec<ServerUrl>,
     verified_name: Option<String>,
+    root: ApiRoot,
     trust: Trust,
 }
 
@@ -29,9 +30,10 @@ impl Node {
         let context = &draft.context;
         let trust = Trust::of_context(context, ExecPlugins::Run, &mut Vec::new())?;
         let others = draft.upstreams.iter().filter_map(|address| ServerUrl::parse(address).ok());
+        let root = root_of_context(context);
         let servers = [context.server.clone()].into_iter().chain(others).collect();
         let verified_name = context.tls_server_name.clone();
-        Ok(Self { name, servers, verified_name, trust })
+        Ok(Self { name, servers, verified_name, root, trust })
     }
 
     /// The apiservers, as targets of requests with kubelet's credential.
@@ -41,7 +43,8 @@ impl Node {
     pub(super) fn targets(&self) -> Result<Vec<Target>, Failure> {
         let target = |server: &ServerUrl| {
             let name = self.verified_name.as_deref();
-            Target::new(server, EndpointSource::Given, name, &self.trust)
+            let target = Target::new(server, EndpointSource::Given, name, &self.trust)?;
+            Ok::<_, TargetError>(target.with_root(self.root.clone()))
         };
         Ok(self.servers.iter().map(target).collect::<Result<_, _>>()?)
     }

@@ -4,18 +4,22 @@
 use std::net::SocketAddr;
 use std::path::Path;
 
+use http::uri::Authority;
+
 use super::args::KubeconfigArgs;
 use super::listener::UserPath;
 use super::output::Failure;
 use crate::config::{self, Overrides};
 use crate::doctor::dns::Resolver;
 use crate::doctor::members::MembersError;
+use crate::doctor::observations::HostRouting;
 use crate::doctor::survey::{self, NotApiserver, Survey, SurveyError, SurveyRequest};
-use crate::doctor::target::{ExecPlugins, Trust};
+use crate::doctor::target::{ExecPlugins, Trust, root_of_context};
+use crate::kubeconfig::setup::SetupMode;
 use crate::kubeconfig::verified_names::{
     CertificateNames, NameInputs, VerifiedNames, select, select_passed_through,
 };
-use crate::kubeconfig::{Credential, PemSource, ResolvedContext, ServerUrl};
+use crate::kubeconfig::{Credential, PemSource, ResolvedContext, ServerUrl, sent_authority};
 use crate::observe::quantity;
 
 /// The known apiservers of the cluster.
@@ -23,6 +27,8 @@ use crate::observe::quantity;
 pub(super) struct Apiservers {
     /// Apiservers besides the one in the kubeconfig.
     pub(super) upstreams: Vec<String>,
+    /// The authority of requests; `None` leaves that of the clients.
+    pub(super) authority: Option<Authority>,
     /// The names to verify.
     pub(super) names: VerifiedNames,
     /// Endpoints at which no apiserver responds.
@@ -39,6 +45,13 @@ pub(super) fn find(
     path: &UserPath,
 ) -> Result<Apiservers, Failure> {
     let own = context.server.address();
+    if args.discover && !context.path_prefix.is_empty() {
+        return Err(Failure::Input(format!(
+            "--discover: the server of cluster {:?} has the path {}, which the apiservers that the cluster names do not \
+             serve; --upstream names other servers with this path",
+            context.cluster, context.path_prefix
+        )));
+    }
     let (mut notes, mut left_out) = (Vec::new(), 0);
     let mut upstreams = known_upstreams(args, &own, config, &mut notes);
     let is_passed_through = matches!(path, UserPath::ByServerName { .. });
@@ -46,7 +59,8 @@ pub(super) fn find(
         // Clients verify the existing listener, so the kubeconfig needs no name of the apiservers.
         without_survey("not needed with --local-ca")
     } else {
-        survey_apiservers(args, context, &upstreams, config.is_some(), &mut notes)
+        let lists_members = config.is_some();
+        survey_apiservers(args, context, (&upstreams, path), lists_members, &mut notes)
     };
     if args.discover {
         let members = survey.members.map_err(|why| {
@@ -54,7 +68,7 @@ pub(super) fn find(
         })?;
         let all: Vec<String> =
             upstreams.iter().cloned().chain(members.iter().map(SocketAddr::to_string)).collect();
-        survey = survey_apiservers(args, context, &all, false, &mut notes);
+        survey = survey_apiservers(args, context, (&all, path), false, &mut notes);
         let is_unusable = |address: &String| {
             survey.not_apiservers.iter().any(|unusable| unusable.address == *address)
                 || survey.without_certificate.iter().any(|(unusable, _)| unusable == address)
@@ -68,6 +82,10 @@ pub(super) fn find(
         // The members are used or left out already, so the redundancy note must not offer them.
         survey.members = Ok(Vec::new());
     }
+    let routing = survey.host_routing.take();
+    notes.extend(routing.as_ref().map(|(address, routing)| host_routing_note(address, routing)));
+    let is_terminated = args.mode == Some(SetupMode::Terminate);
+    let authority = context.authority.clone().filter(|_| is_terminated || routing.is_some());
     let warnings = note_unusable(&mut survey, &own, &upstreams, &mut notes);
     let mut names = select(&NameInputs {
         host: &context.server.host,
@@ -88,7 +106,23 @@ pub(super) fn find(
         let members = survey.members.as_deref();
         notes.extend(redundancy_note(&own, &upstreams, &wrong, left_out, members));
     }
-    Ok(Apiservers { upstreams, names, warnings, notes })
+    Ok(Apiservers { upstreams, authority, names, warnings, notes })
+}
+
+/// The authority that clients send through jackstay, if jackstay does not replace it.
+fn authority_of_clients(args: &KubeconfigArgs, is_passed_through: bool) -> Option<Authority> {
+    let is_terminated = args.mode == Some(SetupMode::Terminate) || args.local_ca.is_some();
+    sent_authority(&args.server).filter(|_| !is_terminated || is_passed_through)
+}
+
+/// What follows for clients whose connections are passed through.
+fn host_routing_note(address: &str, routing: &HostRouting) -> String {
+    let HostRouting { served, refused, status } = routing;
+    format!(
+        "{address} routes by the host of a request: it answers {status} to {refused}, which clients send in mode \
+         passthrough, and as an apiserver to {served}: use --mode terminate, in which jackstay sends {served} \
+         (upstreams[].authority)"
+    )
 }
 
 /// Notes and warnings about the apiservers that do not answer or have no certificate that is verified. Removes the
@@ -193,12 +227,7 @@ fn known_upstreams(
 
 /// A survey without an observation, and why.
 fn without_survey(why: &str) -> Survey {
-    Survey {
-        certificates: Vec::new(),
-        without_certificate: Vec::new(),
-        not_apiservers: Vec::new(),
-        members: Err(MembersError::NotRequested(why.to_owned())),
-    }
+    Survey::without_observations(MembersError::NotRequested(why.to_owned()))
 }
 
 /// Notes once that no certificate is verified.
@@ -217,7 +246,7 @@ fn note_without_names(notes: &mut Vec<String>, why: &str) {
 fn survey_apiservers(
     args: &KubeconfigArgs,
     context: &ResolvedContext,
-    upstreams: &[String],
+    (upstreams, path): (&[String], &UserPath),
     lists_members: bool,
     notes: &mut Vec<String>,
 ) -> Survey {
@@ -235,6 +264,9 @@ fn survey_apiservers(
     let others: Vec<ServerUrl> =
         upstreams.iter().filter_map(|u| ServerUrl::parse(u).ok()).collect();
     let mut trust_notes = Vec::new();
+    let is_passed_through = matches!(path, UserPath::ByServerName { .. });
+    let clients = authority_of_clients(args, is_passed_through);
+    let root = root_of_context(&context);
     let survey = Trust::of_context(&context, plugins, &mut trust_notes)
         .map_err(SurveyError::Target)
         .and_then(|trust| {
@@ -243,6 +275,8 @@ fn survey_apiservers(
                 verified_name: context.verified_name(),
                 others: &others,
                 trust: &trust,
+                root: &root,
+                clients: clients.as_ref(),
                 query_members: lists_members,
             };
             Ok((survey::survey(&request, Resolver::of_system())?, trust.verifies()))
@@ -266,6 +300,7 @@ fn survey_apiservers(
         }
     };
     match &context.credential {
+        _ if !root.prefix.is_empty() => {}
         Credential::Exec(plugin) if !args.discover => {
             let command = &plugin.command;
             let why = format!("the exec plugin {command:?} is run by --discover only");

@@ -1,6 +1,9 @@
 //! The schema of an upstream.
 
+use http::uri::Authority;
 use jackstay_core::discovery::address::EndpointAddress;
+use jackstay_core::request::hygiene;
+use jackstay_core::request::path_prefix::PathPrefix;
 
 use crate::config::model::{
     Compression, Connections, ConsistentReads, Discovery, EndpointPreference, Health, Readyz,
@@ -12,14 +15,17 @@ use crate::config::rules::{References, UpstreamWithoutCa};
 use crate::config::units::{HOUR, MINUTE, MS, Percent, SECOND};
 use crate::config::value_error::ValueError;
 
+/// The error for discovery in an upstream below a path.
+const DISCOVERY_BELOW_PATH: &str = "has no meaning with path_prefix: the apiservers that the cluster names do not serve \
+    the path; name the servers that do in endpoints or endpoints_file";
+
 pub(super) fn read(node: &Node<'_>, references: &mut References) -> Upstream {
     let mut fields = node.fields();
     let name = fields.name(&mut references.upstream_names);
+    let (path_prefix, authority) = api_root(&mut fields, &name, references);
     let endpoints_file = fields.get("endpoints_file").file();
     let endpoints = endpoints(&mut fields, endpoints_file.is_none(), references);
-    let mut section = fields.section("discovery");
-    let discovery = Discovery { kubeconfig: section.get("kubeconfig").file() };
-    section.finish();
+    let discovery = discovery(fields.section("discovery"), &path_prefix);
 
     let mut tls = fields.section("tls");
     let ca = tls.get("ca_file");
@@ -44,7 +50,7 @@ pub(super) fn read(node: &Node<'_>, references: &mut References) -> Upstream {
     let rebalance = fields.get("rebalance").flag(true);
     let version_preference = fields.get("version_preference").one_of(VersionPreference::None);
     let canary = fields.get("canary").percent(Percent::ZERO);
-    let health = health(fields.section("health"));
+    let health = health(fields.section("health"), &path_prefix);
     fields.finish();
     if ca_missing {
         let readyz = &health.readyz;
@@ -55,6 +61,8 @@ pub(super) fn read(node: &Node<'_>, references: &mut References) -> Upstream {
     }
     Upstream {
         name,
+        path_prefix,
+        authority,
         endpoints,
         endpoints_file,
         discovery,
@@ -69,6 +77,31 @@ pub(super) fn read(node: &Node<'_>, references: &mut References) -> Upstream {
         canary,
         health,
     }
+}
+
+/// Where the API begins.
+fn api_root(
+    fields: &mut Fields<'_>,
+    upstream: &str,
+    references: &mut References,
+) -> (PathPrefix, Option<Authority>) {
+    let path_prefix = fields.get("path_prefix").parse("text: a path", path_prefix);
+    let node = fields.get("authority");
+    let authority = node.parse("text: a host with an optional port", authority).flatten();
+    if authority.is_some() {
+        references.with_authority.push((node.path, upstream.to_owned()));
+    }
+    (path_prefix.unwrap_or_default(), authority)
+}
+
+fn discovery(mut section: Fields<'_>, prefix: &PathPrefix) -> Discovery {
+    let kubeconfig = section.get("kubeconfig");
+    let discovery = Discovery { kubeconfig: kubeconfig.file() };
+    if discovery.kubeconfig.is_some() && !prefix.is_empty() {
+        kubeconfig.error(DISCOVERY_BELOW_PATH);
+    }
+    section.finish();
+    discovery
 }
 
 /// The static endpoints. At least one is `required` unless a file lists endpoints: discovery queries
@@ -92,7 +125,7 @@ fn endpoints(
     endpoints
 }
 
-fn health(mut fields: Fields<'_>) -> Health {
+fn health(mut fields: Fields<'_>, prefix: &PathPrefix) -> Health {
     let ping = fields.get("ping_interval");
     let ping_interval = ping.duration(SECOND, 100 * MS..=MINUTE);
     let suspect = fields.get("suspect_after");
@@ -115,12 +148,12 @@ fn health(mut fields: Fields<'_>) -> Health {
         suspect.error("must be shorter than dead_after");
     }
     let connect_timeout = fields.get("connect_timeout").duration(3 * SECOND, 100 * MS..=MINUTE);
-    let readyz = readyz(fields.section("readyz"));
+    let readyz = readyz(fields.section("readyz"), prefix);
     fields.finish();
     Health { ping_interval, suspect_after, dead_after, tunnel_dead_after, connect_timeout, readyz }
 }
 
-fn readyz(mut fields: Fields<'_>) -> Readyz {
+fn readyz(mut fields: Fields<'_>, prefix: &PathPrefix) -> Readyz {
     let path = fields.get("path").parse("text: a path such as /readyz", |text| {
         let visible = text.bytes().all(|b| b.is_ascii_graphic() && b != b'#');
         if text.starts_with('/') && visible {
@@ -144,8 +177,38 @@ fn readyz(mut fields: Fields<'_>) -> Readyz {
         token.error("has no effect beside cert_file: an apiserver prefers the certificate");
     }
     fields.finish();
-    let path = path.unwrap_or_else(|| "/readyz".to_owned());
+    // The path may be written with the prefix, as clients of the server write it.
+    let below = |path: String| match path.strip_prefix(prefix.encoded()) {
+        Some(rest) if rest.starts_with('/') => rest.to_owned(),
+        _ => path,
+    };
+    let path = path.map_or_else(|| "/readyz".to_owned(), below);
     Readyz { path, interval, timeout, rise, fall, cert, token_file }
+}
+
+fn path_prefix(text: &str) -> Result<PathPrefix, ValueError> {
+    PathPrefix::parse(text).map_err(|error| ValueError::PathPrefix(text.to_owned(), error))
+}
+
+/// `""` is the authority that the client sends.
+fn authority(text: &str) -> Result<Option<Authority>, ValueError> {
+    if text.is_empty() {
+        return Ok(None);
+    }
+    match Authority::try_from(text) {
+        Ok(authority)
+            if hygiene::is_host_and_port(&authority)
+                && !authority.host().is_empty()
+                && (authority.as_str() == authority.host()
+                    || authority.port_u16().is_some_and(|port| port != 0)) =>
+        {
+            Ok(Some(authority))
+        }
+        _ => Err(ValueError::not(
+            text,
+            "a host with an optional port, such as rancher.example.com:443",
+        )),
+    }
 }
 
 fn server_name(text: &str) -> Result<Option<String>, ValueError> {

@@ -155,9 +155,7 @@ impl TransportTask {
         })?;
         let mut head = Request::new(());
         let target = request.uri().path_and_query().map_or("/", |target| target.as_str());
-        *head.uri_mut() = format!("https://kubernetes.default.svc{target}")
-            .parse()
-            .map_err(|_| "the request target is invalid")?;
+        *head.uri_mut() = permit.connection().endpoint.api_root().uri(target);
         let headers = head.headers_mut();
         headers.insert(header::ACCEPT, HeaderValue::from_static("application/json"));
         let agent = concat!("jackstay-discovery/", env!("CARGO_PKG_VERSION"));

@@ -16,10 +16,11 @@ use super::refusals::judge;
 use super::result::ReadyzResult;
 use crate::config::Readyz;
 use crate::upstream::Upstream;
+use crate::upstream::api_root::ApiRoot;
 use crate::upstream::connection::{Connection, ConnectionState};
 use crate::upstream::endpoint::{Endpoint, ProbeCredential, ProbeTrigger};
 use crate::upstream::question;
-use crate::upstream::readyz::{ReadyzCheck, failed_checks};
+use crate::upstream::readyz::{ReadyzCheck, failed_checks, not_served};
 
 /// Size in bytes at which no more of a response body is stored. The failed checks are looked for in the
 /// stored part.
@@ -100,7 +101,8 @@ async fn exchange(
     token: Option<HeaderValue>,
 ) -> Result<(StatusCode, ReadyzResult), h2::Error> {
     let (status, body) = fetch(connection, path, token).await?;
-    Ok((status, interpret(status, &String::from_utf8_lossy(&body), path)))
+    let root = Arc::clone(&connection.endpoint.api_root());
+    Ok((status, interpret(status, &String::from_utf8_lossy(&body), (path, &root))))
 }
 
 /// Gets `target`, a path with a query. Returns the status and the beginning of the body.
@@ -112,7 +114,7 @@ pub async fn fetch(
     target: &str,
     token: Option<HeaderValue>,
 ) -> Result<(StatusCode, BytesMut), h2::Error> {
-    fetch_body(connection, question::get(target, token)).await
+    fetch_body(connection, question::get(&connection.endpoint, target, token)).await
 }
 
 /// [`fetch`] with an `Accept` header.
@@ -122,7 +124,7 @@ pub async fn fetch_accepting(
     token: Option<HeaderValue>,
     accept: &'static str,
 ) -> Result<(StatusCode, BytesMut), h2::Error> {
-    let mut request = question::get(target, token);
+    let mut request = question::get(&connection.endpoint, target, token);
     request.headers_mut().insert(header::ACCEPT, HeaderValue::from_static(accept));
     fetch_body(connection, request).await
 }
@@ -152,17 +154,19 @@ pub async fn fetch_pieces(
     token: Option<HeaderValue>,
     read: impl FnMut(&[u8]) -> ControlFlow<()>,
 ) -> Result<StatusCode, h2::Error> {
-    question::ask(connection, question::get(target, token), read).await
+    let request = question::get(&connection.endpoint, target, token);
+    question::ask(connection, request, read).await
 }
 
 /// The meaning of a response. [`judge`] decides what a refusal means.
-fn interpret(status: StatusCode, body: &str, path: &str) -> ReadyzResult {
+fn interpret(status: StatusCode, body: &str, (path, root): (&str, &ApiRoot)) -> ReadyzResult {
     match status {
         StatusCode::OK => ReadyzResult::Ready,
         _ if is_refusal(status.as_u16()) => ReadyzResult::Refused,
         _ => {
-            let detail = failed_checks(body);
-            ReadyzResult::NotReady(format!("{path} answers {}{detail}", status.as_u16()))
+            let (path, code) = (root.path(path), status.as_u16());
+            let detail = failed_checks(body) + &not_served(code, root);
+            ReadyzResult::NotReady(format!("{path} answers {code}{detail}"))
         }
     }
 }
@@ -173,8 +177,10 @@ mod tests {
 
     #[test]
     fn interpret_status_code_decides_and_failed_checks_are_named() {
-        let interpret =
-            |code: u16, body: &str| interpret(StatusCode::from_u16(code).unwrap(), body, "/readyz");
+        let root = ApiRoot::default();
+        let interpret = |code: u16, body: &str| {
+            interpret(StatusCode::from_u16(code).unwrap(), body, ("/readyz", &root))
+        };
         assert_eq!(interpret(200, "ok"), ReadyzResult::Ready);
         assert_eq!(interpret(401, ""), ReadyzResult::Refused);
         assert_eq!(interpret(403, ""), ReadyzResult::Refused);
@@ -182,6 +188,9 @@ mod tests {
             interpret(500, "[+]ping ok\n[-]etcd failed: reason withheld\nreadyz check failed"),
             ReadyzResult::NotReady("/readyz answers 500: etcd".into())
         );
-        assert_eq!(interpret(404, "no"), ReadyzResult::NotReady("/readyz answers 404".into()));
+        assert_eq!(interpret(503, "no"), ReadyzResult::NotReady("/readyz answers 503".into()));
+        let misrouted = "/readyz answers 404: no apiserver for the host kubernetes.default.svc at this path: check \
+                         authority and path_prefix of the upstream";
+        assert_eq!(interpret(404, "no"), ReadyzResult::NotReady(misrouted.into()));
     }
 }

@@ -54,6 +54,10 @@ pub enum Cause {
     NoHttp2,
     /// The credential is not accepted.
     Unauthorized,
+    /// The server answers to another host only.
+    RoutesByHost,
+    /// The server has no apiserver at the host and path of requests.
+    NotServed,
     /// A device on the path forgets established connections.
     ForgottenFlows,
     /// The server closes connections because of PINGs.

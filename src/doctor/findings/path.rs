@@ -293,7 +293,27 @@ pub(super) fn readiness(endpoint: &EndpointObservation) -> Option<Finding> {
     if connected == 0 || failed.len() * 2 < connected {
         return None;
     }
+    // The host explains it.
+    let routing = endpoint.host_routing.as_ref();
+    if routing.is_some_and(|routing| routing.refused == endpoint.authority) {
+        return None;
+    }
     let own = failed.iter().find(|f| matches!(f.kind, FailureKind::ErrorOfJackstay(_)));
+    let is_not_served = |f: &&&Failure| matches!(f.kind, FailureKind::Status(404 | 421));
+    if let Some(failure) = failed.iter().find(is_not_served) {
+        let finding = problem(
+            Cause::NotServed,
+            format!("{} has no apiserver at the host and path of the requests.", endpoint.address),
+            failure.text.clone(),
+            "Behind a gateway, upstreams[].path_prefix and authority must be the path and the host of `server` in a \
+             kubeconfig that works (`jackstay kubeconfig` writes them), and the TLS server name must suit the host.",
+        );
+        return Some(finding.about(&endpoint.address));
+    }
+    let advice_of_apiserver = format!(
+        "Check the log of the apiserver and its etcd; `kubectl get --raw '{}/readyz?verbose'` lists the checks.",
+        endpoint.path_prefix
+    );
     let (what, shown, advice) = match own {
         Some(own) => (
             "is a jackstay that answers, but it cannot reach an apiserver.",
@@ -301,12 +321,7 @@ pub(super) fn readiness(endpoint: &EndpointObservation) -> Option<Finding> {
             "Its endpoints are the cause, not it: `jackstay status` on its machine lists them, and \
              `jackstay doctor --config` there examines them.",
         ),
-        None => (
-            "responds but is not ready.",
-            failed[0],
-            "Check the log of the apiserver and its etcd; `kubectl get --raw '/readyz?verbose'` \
-             lists the checks.",
-        ),
+        None => ("responds but is not ready.", failed[0], advice_of_apiserver.as_str()),
     };
     let finding = problem(
         Cause::NotReadyEndpoint,

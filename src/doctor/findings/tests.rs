@@ -5,8 +5,8 @@ use jackstay_core::kubernetes_version::ServerVersion;
 use super::{Cause, Finding, Level, diagnose, has_problems};
 use crate::doctor::observations::{
     ClientCertificate, ConnectAttempt, Dns, EndpointObservation, EndpointSource, Failure,
-    FailureKind, IdleConnection, ListenAddress, ListenState, LongLived, Ms, NameServer,
-    Observations, Resolution, ServerCertificate, Step,
+    FailureKind, HostRouting, IdleConnection, ListenAddress, ListenState, LongLived, Ms,
+    NameServer, Observations, Resolution, ServerCertificate, Step,
 };
 
 /// The steps up to `last`, each with a duration of 1 ms.
@@ -58,6 +58,9 @@ fn endpoint(address: &str) -> EndpointObservation {
         address: address.into(),
         source: EndpointSource::Given,
         server_name: "kubernetes".into(),
+        authority: "kubernetes.default.svc".into(),
+        path_prefix: String::new(),
+        host_routing: None,
         verifies: true,
         resolved: Resolution::Addresses(vec!["10.0.0.1".parse().unwrap()]),
         loops_to: None,
@@ -578,4 +581,45 @@ fn apiservers_more_than_one_minor_version_apart_are_a_problem() {
     assert_eq!((findings[0].cause, findings[0].level), (Cause::VersionSkew, Level::Problem));
     assert_eq!(findings[0].because, "v1.35.0 and v1.37.0 at /version");
     assert_eq!(findings[0].endpoints, ["10.0.0.2:6443", "10.0.0.1:6443"]);
+}
+
+#[test]
+fn server_that_routes_by_host_is_named_with_both_hosts() {
+    let routing = |served: &str, refused: &str| EndpointObservation {
+        authority: "rancher.example.com".into(),
+        host_routing: Some(HostRouting {
+            served: served.into(),
+            refused: refused.into(),
+            status: 421,
+        }),
+        ..endpoint("10.0.0.1:6443")
+    };
+    let found = |endpoint| diagnose(&observations(vec![endpoint])).remove(0);
+    // The clients of a listener in mode passthrough.
+    let finding = found(routing("rancher.example.com", "127.0.0.1:7443"));
+    assert_eq!((finding.level, finding.cause), (Level::Problem, Cause::RoutesByHost));
+    assert!(finding.because.contains("with 421 to the host 127.0.0.1:7443"), "{finding:?}");
+    assert!(finding.advice.contains("Use mode terminate"), "{finding:?}");
+    // jackstay itself: the failed `/readyz` has the same cause.
+    let own = EndpointObservation {
+        fresh: failing(Step::Readyz, FailureKind::Status(421)).fresh,
+        ..routing("api.example.com", "rancher.example.com")
+    };
+    let findings = diagnose(&observations(vec![own]));
+    let causes: Vec<_> = findings.iter().map(|finding| finding.cause).collect();
+    assert_eq!(causes, [Cause::RoutesByHost]);
+    assert!(findings[0].advice.contains("Set upstreams[].authority to api.example.com"));
+}
+
+#[test]
+fn status_404_or_421_is_no_sign_of_an_apiserver() {
+    for (status, cause) in [
+        (404, Cause::NotServed),
+        (421, Cause::NotServed),
+        (500, Cause::NotReadyEndpoint),
+        (503, Cause::NotReadyEndpoint),
+    ] {
+        let failing = failing(Step::Readyz, FailureKind::Status(status));
+        assert_eq!(first(&observations(vec![failing])), Some(cause), "{status}");
+    }
 }

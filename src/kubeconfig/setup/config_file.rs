@@ -19,6 +19,10 @@ pub(super) struct ConfigFile {
 #[derive(Serialize)]
 pub(super) struct UpstreamSection {
     pub(super) name: &'static str,
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub(super) path_prefix: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) authority: Option<String>,
     pub(super) endpoints: Vec<String>,
     #[serde(skip_serializing_if = "UpstreamTlsSection::is_empty")]
     pub(super) tls: UpstreamTlsSection,

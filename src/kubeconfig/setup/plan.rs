@@ -32,6 +32,8 @@ pub struct SetupRequest {
     pub config: PathBuf,
     /// Apiservers besides the one in the kubeconfig.
     pub upstreams: Vec<String>,
+    /// The authority of requests; `None` leaves that of the clients.
+    pub authority: Option<String>,
     /// Name that the certificates of all apiservers must contain; `None` means the host of each one.
     pub server_name: Option<String>,
     /// A DNS name in the certificates of all apiservers, if one is known.

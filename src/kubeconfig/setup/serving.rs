@@ -150,6 +150,7 @@ mod tests {
 
     fn request(directory: &Path) -> SetupRequest {
         SetupRequest {
+            authority: None,
             mode: SetupMode::Terminate,
             host: "127.0.0.1".into(),
             port: 7443,

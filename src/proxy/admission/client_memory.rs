@@ -30,6 +30,7 @@ use jackstay_core::admission::{
 use jackstay_core::credential_class::ClientRank;
 use jackstay_core::request::hygiene;
 use jackstay_core::request::info::RequestInfo;
+use jackstay_core::request::path_prefix::PathPrefix;
 
 use super::head_memory::HeadMemory;
 use super::request_windows::Windows;
@@ -223,18 +224,19 @@ impl ClientMemory {
         self.last_shed.take()
     }
 
-    /// Charges a request; `None` if it does not fit. Of a client without a configured identity, that includes the
+    /// Charges a request to a server with the API below `prefix`; `None` if it does not fit. Of a client without a configured identity, that includes the
     /// reserve of the response: once the request is sent upstream, its response can no longer be refused. One with a token
     /// may wait until it is sent ([`super::unproven_requests`]), and nothing of its response is held before
     /// ([`StreamMemory::charge_response`]).
     pub fn begin<B: http_body::Body>(
         self: &Rc<Self>,
         request: &Request<B>,
+        prefix: &PathPrefix,
     ) -> Option<StreamMemory> {
         let mut stream = self.begin_uncharged();
         let reserve = match self.rank() {
             ClientRank::Identity => ResponseReserve::default(),
-            _ if RequestInfo::is_watch(request) => ResponseReserve::WATCH,
+            _ if RequestInfo::is_watch(request, prefix) => ResponseReserve::WATCH,
             ClientRank::Token | ClientRank::Unproven => ResponseReserve::STREAM,
         };
         let fits = stream.try_add_head(STREAM_COST + head_size(request))
@@ -483,6 +485,9 @@ mod tests {
 
     const MIB: usize = 1 << 20;
 
+    /// Of a server with the API at the root.
+    static ROOT: std::sync::LazyLock<PathPrefix> = std::sync::LazyLock::new(PathPrefix::default);
+
     /// What the tables of a head with different names hold: entries of 104 bytes, and an index of 4 bytes for each of a
     /// power of two of places, of which three quarters can be used (`http::HeaderMap`). The room for some more is part of
     /// [`STREAM_COST`].
@@ -528,7 +533,7 @@ mod tests {
             || Request::get("https://api/version").header(header::AUTHORIZATION, "Bearer x");
         let waiting: Vec<_> = (0..400)
             .map(|n| {
-                let stream = connect().begin(&with_token().body(String::new()).unwrap());
+                let stream = connect().begin(&with_token().body(String::new()).unwrap(), &ROOT);
                 stream.unwrap_or_else(|| panic!("{n} is refused"))
             })
             .collect();
@@ -541,7 +546,7 @@ mod tests {
         assert!(sent < 400, "{sent}");
         assert_eq!(budget.shed(Shed::StreamRefused), 1);
         // Without a token, it does not wait.
-        assert!(last.begin(&head()).is_none());
+        assert!(last.begin(&head(), &ROOT).is_none());
         drop((waiting, last));
         assert_eq!(budget.used(), 0);
     }
@@ -566,7 +571,7 @@ mod tests {
         let identity =
             ClientMemory::of_local_client(budget.source(2), ClientRank::Identity).unwrap();
         let mut streams = Vec::new();
-        while let Some(stream) = unproven.begin(&head()) {
+        while let Some(stream) = unproven.begin(&head(), &ROOT) {
             streams.push(stream);
         }
         // Half of 5/8 of 4 MiB is 1,280 KiB, and a request has 136 KiB with the reserve of its response.
@@ -574,9 +579,9 @@ mod tests {
         assert_eq!(unproven.level(), Level::Critical);
         assert_eq!(budget.shed(Shed::StreamRefused), 1);
         assert_eq!(identity.level(), Level::Free);
-        assert!(identity.begin(&upload()).is_some());
+        assert!(identity.begin(&upload(), &ROOT).is_some());
         streams.truncate(streams.len() - 2);
-        assert!(unproven.begin(&head()).is_some(), "what is released can be used again");
+        assert!(unproven.begin(&head(), &ROOT).is_some(), "what is released can be used again");
         drop(streams);
         drop((unproven, identity));
         assert_eq!(budget.used(), 0);
@@ -586,7 +591,8 @@ mod tests {
     fn windows_of_bodies_are_charged_up_to_that_of_the_connection() {
         let budget = MemoryBudget::new(100 * MIB);
         let connection = connection(&budget, ClientRank::Unproven);
-        let streams: Vec<_> = (0..16).map(|_| connection.begin(&upload()).unwrap()).collect();
+        let streams: Vec<_> =
+            (0..16).map(|_| connection.begin(&upload(), &ROOT).unwrap()).collect();
         let windows = budget.used_for(MemoryKind::RequestWindows);
         assert!(((256 << 10) - STEP..=256 << 10).contains(&windows), "{windows}");
         drop((streams, connection));
@@ -601,7 +607,8 @@ mod tests {
         let connection =
             ClientMemory::new(budget.source(1), ClientRank::Token, remote, 0, || false).unwrap();
         let post = |length: usize| {
-            connection.begin(&Request::post("https://api/x").body("x".repeat(length)).unwrap())
+            connection
+                .begin(&Request::post("https://api/x").body("x".repeat(length)).unwrap(), &ROOT)
         };
         let charged = || budget.used_for(MemoryKind::RequestWindows);
         let small: Vec<_> = (0..50).map(|_| post(1_000).unwrap()).collect();
@@ -616,7 +623,7 @@ mod tests {
     fn responses_are_charged_until_they_are_taken() {
         let budget = MemoryBudget::new(100 * MIB);
         let connection = connection(&budget, ClientRank::Unproven);
-        let stream = connection.begin(&head()).unwrap();
+        let stream = connection.begin(&head(), &ROOT).unwrap();
         stream.set_reserve(ResponseReserve::STREAM);
         stream.add_waiting(300 << 10);
         assert!(connection.has_much_unread());
@@ -642,7 +649,7 @@ mod tests {
                     ClientMemory::of_local_client(budget.source(uid), rank)
                 {
                     for _ in 0..UNPROVEN_STREAMS {
-                        let Some(stream) = client.begin(&head()) else { break 'connections };
+                        let Some(stream) = client.begin(&head(), &ROOT) else { break 'connections };
                         streams.push(stream);
                     }
                 }
@@ -657,7 +664,7 @@ mod tests {
             assert!(used <= limit / 8 * share, "{rank:?}: {used}");
             let identity =
                 ClientMemory::of_local_client(budget.source(1), ClientRank::Identity).unwrap();
-            let request = identity.begin(&upload()).expect("an identity's request fits");
+            let request = identity.begin(&upload(), &ROOT).expect("an identity's request fits");
             for stream in clients.iter().flatten() {
                 stream.remove_waiting(MAX_PIECE);
             }
@@ -671,7 +678,7 @@ mod tests {
         let budget = MemoryBudget::new(100 * MIB);
         let responses = || budget.used_for(MemoryKind::Responses);
         let client = connection(&budget, ClientRank::Token);
-        let stream = client.begin(&head()).unwrap();
+        let stream = client.begin(&head(), &ROOT).unwrap();
         let charged = responses();
         stream.add_waiting(MAX_PIECE);
         assert_eq!(responses(), charged);
@@ -682,7 +689,7 @@ mod tests {
         stream.remove_waiting(MAX_PIECE);
         assert!(responses() <= MAX_PIECE + STEP, "{}", responses());
         let identity = connection(&budget, ClientRank::Identity);
-        let other = identity.begin(&head()).unwrap();
+        let other = identity.begin(&head(), &ROOT).unwrap();
         let charged = responses();
         other.set_reserve(ResponseReserve { window: FREE, piece: MAX_PIECE });
         assert_eq!(responses(), charged, "an identity has no reserve for a piece");
@@ -697,7 +704,7 @@ mod tests {
         // Each of a container of one user, whose first request has a token that nothing has proven yet.
         for n in 0..400 {
             let client = connection(&budget, ClientRank::Unproven);
-            watches.push(client.begin(&watch()).unwrap_or_else(|| panic!("{n} is refused")));
+            watches.push(client.begin(&watch(), &ROOT).unwrap_or_else(|| panic!("{n} is refused")));
         }
         let responses = budget.used_for(MemoryKind::Responses);
         assert!(responses <= 400 * (ResponseReserve::WATCH.sum() + STEP), "{responses}");
@@ -715,14 +722,14 @@ mod tests {
         let budget = MemoryBudget::new(4 * MIB);
         let client = connection(&budget, ClientRank::Unproven);
         let watch = Request::get("https://api/api/v1/pods?watch=1").body(String::new()).unwrap();
-        let streams: Vec<_> = std::iter::from_fn(|| client.begin(&watch)).collect();
+        let streams: Vec<_> = std::iter::from_fn(|| client.begin(&watch, &ROOT)).collect();
         assert!(streams.len() > 30, "{}", streams.len());
         let full = budget.used();
         streams[0].set_reserve(ResponseReserve::STREAM);
         assert_eq!(budget.used(), full, "no room for more");
         streams[0].set_reserve(ResponseReserve::default());
         drop(streams);
-        let stream = client.begin(&watch).unwrap();
+        let stream = client.begin(&watch, &ROOT).unwrap();
         let before = budget.used();
         stream.set_reserve(ResponseReserve::STREAM);
         assert!(budget.used() >= before + 90_000);

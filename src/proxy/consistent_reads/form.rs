@@ -263,10 +263,11 @@ mod tests {
     use super::*;
     use ReadForm::*;
     use http::Method;
+    use jackstay_core::request::path_prefix::PathPrefix;
 
     fn form(method: &Method, target: &str) -> Option<ReadForm> {
         let request = Request::builder().method(method).uri(target).body(()).unwrap();
-        ReadForm::of(&RequestInfo::new(&request.into_parts().0))
+        ReadForm::of(&RequestInfo::new(&request.into_parts().0, &PathPrefix::default()))
     }
 
     #[test]

@@ -168,7 +168,7 @@ fn check_host(host: &HeaderValue) -> Result<(), StatusError> {
 }
 
 /// Whether an authority has no user information, and only digits in its port.
-fn is_host_and_port(authority: &Authority) -> bool {
+pub fn is_host_and_port(authority: &Authority) -> bool {
     let text = authority.as_str();
     let port = text.get(authority.host().len()..).unwrap_or_default();
     !text.contains('@') && port.trim_start_matches(':').bytes().all(|byte| byte.is_ascii_digit())

@@ -5,6 +5,9 @@
 //! `k8s.io/apiserver/pkg/endpoints/request/requestinfo.go`, with the path prefixes of kube-apiserver: `api`
 //! without a group, `apis` with one), and derives the [`RequestKind`] from the result.
 //!
+//! A server may have the API below a path ([`PathPrefix`]). The path is then read from there, and a request for another
+//! path is no resource request: it may be for another cluster behind the same server.
+//!
 //! Every request is read once. A [`RequestInfo`] keeps a reference-counted handle of the request target and
 //! offsets into it, and allocates only for a percent-encoded path.
 
@@ -20,6 +23,7 @@ use http::uri::PathAndQuery;
 use http::{HeaderMap, Method, Request, Uri, Version, header};
 
 use super::hygiene::has_token;
+use super::path_prefix::PathPrefix;
 use super::query;
 
 /// The kind of a request, which decides whether it may be sent again ([`super::retry`]).
@@ -153,6 +157,8 @@ pub struct RequestInfo {
     is_resource: bool,
     /// Whether the request asks for an upgrade ([`is_upgrade`]).
     pub upgrade: bool,
+    /// Number of bytes of the decoded path before the path of the API.
+    prefix: u32,
     target: Option<PathAndQuery>,
     decoded_path: Option<Box<str>>,
     /// The API group; empty for the core group and for non-resource requests.
@@ -166,22 +172,26 @@ pub struct RequestInfo {
 }
 
 impl RequestInfo {
-    /// Reads a request's head.
-    pub fn new(parts: &Parts) -> Self {
-        Self::read(&parts.method, &parts.uri, &parts.headers, parts.version)
+    /// Reads a request's head. The API is below `prefix`.
+    pub fn new(parts: &Parts, prefix: &PathPrefix) -> Self {
+        Self::read(&parts.method, &parts.uri, (&parts.headers, parts.version), prefix)
     }
 
     /// Whether this is the head of a watch over plain HTTP. Reads others only as far as needed.
-    pub fn is_watch<B>(request: &Request<B>) -> bool {
+    pub fn is_watch<B>(request: &Request<B>, prefix: &PathPrefix) -> bool {
         let target = request.uri().path_and_query().map_or("", PathAndQuery::as_str);
         target.contains("watch") && {
-            let (uri, headers) = (request.uri(), request.headers());
-            let info = Self::read(request.method(), uri, headers, request.version());
-            info.kind == RequestKind::Watch
+            let (uri, headers) = (request.uri(), (request.headers(), request.version()));
+            Self::read(request.method(), uri, headers, prefix).kind == RequestKind::Watch
         }
     }
 
-    fn read(method: &Method, uri: &Uri, headers: &HeaderMap, version: Version) -> Self {
+    fn read(
+        method: &Method,
+        uri: &Uri,
+        (headers, version): (&HeaderMap, Version),
+        prefix: &PathPrefix,
+    ) -> Self {
         let target = uri.path_and_query().cloned();
         let raw = target.as_ref().map_or("", PathAndQuery::path);
         // Go decodes the path before it splits it: `a%2Fb` is two parts. The apiserver answers an invalid
@@ -195,6 +205,7 @@ impl RequestInfo {
             kind: RequestKind::Write,
             is_resource: false,
             upgrade: is_upgrade(method, headers, version),
+            prefix: 0,
             target,
             decoded_path,
             group: Span::default(),
@@ -202,19 +213,23 @@ impl RequestInfo {
             name: Span::default(),
             subresource: Span::default(),
         };
-        info.read_path(method);
-        info.refine_verb();
+        if prefix.strip(info.path()).is_some() {
+            info.prefix = prefix.decoded().len() as u32;
+            info.read_path(method);
+            info.refine_verb();
+        }
         info.kind = info.classify(method);
         info
     }
 
-    /// The decoded path.
+    /// The decoded path below the prefix, or the whole path of a request outside.
     pub fn path(&self) -> &str {
-        match (&self.decoded_path, &self.target) {
+        let path = match (&self.decoded_path, &self.target) {
             (Some(path), _) => path,
             (None, Some(target)) => target.path(),
             (None, None) => "",
-        }
+        };
+        path.get(self.prefix as usize..).unwrap_or("")
     }
 
     /// The query as the client sent it, without `?`.

@@ -4,6 +4,7 @@ pub mod attempts;
 pub mod hygiene;
 pub mod info;
 pub mod overload_rejection;
+pub mod path_prefix;
 mod query;
 pub mod retry;
 pub mod retry_budget;

@@ -1,5 +1,6 @@
 //! The request of a watch, and what it needs to be sent again.
 
+use std::borrow::Cow;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -255,7 +256,12 @@ impl ResumeContext {
     /// Whether a watch of the same API group has shown versions that are not ordered.
     pub(super) fn is_group_unordered(&self) -> bool {
         let groups = &self.upstream.pool.upstream().unordered_groups;
-        group(self.head.uri.path()).is_some_and(|group| groups.contains(group))
+        self.api_path().as_deref().and_then(group).is_some_and(|group| groups.contains(group))
+    }
+
+    /// The path of the request, from where the API of its server begins.
+    fn api_path(&self) -> Option<Cow<'_, str>> {
+        self.upstream.pool.upstream().path_prefix.strip_sent(self.head.uri.path())
     }
 
     /// Remembers that the API group's versions are not ordered, if `reason` shows that and an aggregated apiserver
@@ -263,7 +269,8 @@ impl ResumeContext {
     pub(super) fn record_contradiction(&self, reason: NotResumable) {
         let upstream = self.upstream.pool.upstream();
         if reason.is_contradiction()
-            && let Some(group) = group(self.head.uri.path())
+            && let Some(path) = self.api_path()
+            && let Some(group) = group(&path)
             && !is_built_in_group(group)
             && upstream.unordered_groups.add(group, reason.as_str())
         {

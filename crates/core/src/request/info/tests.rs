@@ -6,12 +6,17 @@ fn info(method: &str, target: &str) -> RequestInfo {
     info_with_headers(method, target, &[])
 }
 
+fn info_below(prefix: &str, method: &str, target: &str) -> RequestInfo {
+    let request = http::Request::builder().method(method).uri(target).body(()).unwrap();
+    RequestInfo::new(&request.into_parts().0, &PathPrefix::parse(prefix).unwrap())
+}
+
 fn info_with_headers(method: &str, target: &str, headers: &[(&str, &str)]) -> RequestInfo {
     let mut request = http::Request::builder().method(method).uri(target);
     for (name, value) in headers {
         request = request.header(*name, *value);
     }
-    RequestInfo::new(&request.body(()).unwrap().into_parts().0)
+    RequestInfo::new(&request.body(()).unwrap().into_parts().0, &PathPrefix::default())
 }
 
 const UPGRADE: &[(&str, &str)] = &[("Connection", "keep-alive, Upgrade"), ("Upgrade", "websocket")];
@@ -247,6 +252,63 @@ fn is_upgrade_requires_connect_or_http11_with_both_headers() {
     assert!(!is_upgrade_with(Version::HTTP_10, UPGRADE));
     assert!(!is_upgrade_with(Version::HTTP_2, UPGRADE));
     assert!(is_upgrade(&Method::CONNECT, &HeaderMap::new(), Version::HTTP_2));
+}
+
+#[test]
+fn request_below_a_prefix_is_read_as_at_the_root() {
+    for prefix in ["/k8s/clusters/c-1", "/clusters/root:org:ws", "/api", "/apis/x/y", "/a%20b"] {
+        for (method, target) in [
+            ("GET", "/api/v1/namespaces/x/pods/p"),
+            ("GET", "/api/v1/pods?watch=1"),
+            ("GET", "/api/v1/watch/pods"),
+            ("GET", "/apis/apps/v1/namespaces/a%2Fpods"),
+            ("PUT", "/apis/coordination.k8s.io/v1/namespaces/n/leases/l"),
+            ("POST", "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"),
+            ("PATCH", "/api/v1/nodes/n?dryRun=All"),
+            ("POST", "/api/v1/namespaces/x/pods/p/exec"),
+            ("GET", "/debug/pprof/profile"),
+            ("GET", "/version"),
+            ("GET", "/"),
+        ] {
+            let below = info_below(prefix, method, &format!("{prefix}{target}"));
+            let at_root = info(method, target);
+            let read = |info: &RequestInfo| {
+                let parts = [info.group, info.resource, info.name, info.subresource];
+                let parts = parts.map(|part| info.part(part).to_owned());
+                (info.verb, info.kind, info.is_resource, info.long_running(), parts)
+            };
+            assert_eq!(read(&below), read(&at_root), "{method} {prefix}{target}");
+            assert_eq!((below.path(), below.query()), (at_root.path(), at_root.query()));
+        }
+    }
+}
+
+#[test]
+fn request_outside_the_prefix_is_no_resource_request() {
+    let prefix = "/k8s/clusters/c-1";
+    for (method, target, verb, kind) in [
+        ("GET", "/api/v1/pods?watch=1", Verb::Get, RequestKind::Read),
+        ("GET", "/k8s/clusters/c-10/api/v1/pods?watch=1", Verb::Get, RequestKind::Read),
+        ("GET", "/k8s/clusters", Verb::Get, RequestKind::Read),
+        ("GET", "//k8s/clusters/c-1/api/v1/pods", Verb::Get, RequestKind::Read),
+        ("DELETE", "/api/v1/pods", Verb::Delete, RequestKind::Write),
+        ("POST", "/api/v1/pods?dryRun=All", Verb::Post, RequestKind::Write),
+    ] {
+        let info = info_below(prefix, method, target);
+        assert_eq!((info.verb, info.kind, info.is_resource), (verb, kind, false), "{target}");
+        assert_eq!(info.resource_name(), None, "{target}");
+        let path = target.split('?').next().unwrap();
+        assert_eq!(info.path(), path);
+    }
+    // Both spellings of a path are the same path.
+    let encoded = info_below("/clusters/root:ws", "GET", "/clusters/root%3Aws/api/v1/pods?watch=1");
+    assert_eq!(encoded.kind, RequestKind::Watch);
+}
+
+#[test]
+fn request_info_with_a_prefix_is_not_larger() {
+    // Each request keeps one.
+    assert_eq!(size_of::<RequestInfo>(), 96);
 }
 
 #[test]

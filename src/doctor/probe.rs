@@ -30,7 +30,6 @@ use super::verify;
 use crate::config::describe_io_error;
 use crate::net::tls::tls_error;
 use crate::upstream::connection::{describe_h2_error, is_ping_complaint};
-
 use crate::upstream::api_root::ApiRoot;
 use crate::upstream::readyz::{failed_checks, not_served};
 

@@ -3,12 +3,13 @@
 
 use std::rc::Rc;
 
-use bytes::{Bytes, BytesMut};
+use bytes::Bytes;
 use h2::RecvStream;
 use h2::client::ResponseFuture;
 use http::{Request, response};
 use jackstay_core::pool::EndpointKey;
 use jackstay_core::request::attempts::{self, Failure, MissedVersion};
+use jackstay_core::request::head_hold::prefix_size;
 use jackstay_core::request::info::RequestKind;
 use jackstay_core::request::overload_rejection::{is_overload, may_be_overload};
 use jackstay_core::request::retry;
@@ -19,7 +20,7 @@ use jackstay_core::request::shutdown_rejection::{
 use jackstay_core::request::start_up;
 use jackstay_sys::clock;
 
-use super::body_prefix::{body_prefix, waits_for_prefix};
+use super::body_prefix::body_prefix;
 use super::consistent_reads::RequestVersions;
 use super::request_body::{RequestBody, UploadTask};
 use super::upstream_client::UpstreamResponse;
@@ -99,15 +100,17 @@ impl Attempt {
             Err(error) => return Err(failed(stage_of(&error), &describe_h2_error(&error))),
         };
         let arrived = clock::now();
-        if !waits_for_prefix(kind) {
-            permit.head_arrived(arrived);
-        }
         connection.endpoint.response_received(head.status.as_u16());
         let possible = PossibleRejection::of(kind, &head, versions, &connection);
-        if let Some(limit) = possible.longest_body(&head) {
-            // Boxed, so that the futures of other responses do not grow by its size.
-            let body = Box::pin(read_short(&mut recv, limit)).await;
-            let body = body.map_err(|error| failed(Stage::HeadHeld, &describe_h2_error(&error)))?;
+        let longest = possible.longest_body(&head);
+        let mut prefix = None;
+        if let Some(size) = longest.map(|longest| longest + 1).or(prefix_size(kind)) {
+            let read = body_prefix(size, arrived, &mut recv, &connection).await;
+            prefix = read.map_err(|e| failed(Stage::HeadHeld, &describe_h2_error(&e)))?;
+        }
+        // A body that comes late is no rejection that another apiserver is asked about: its head is not held for that.
+        if longest.is_some() && recv.is_end_stream() {
+            let body = prefix.clone().unwrap_or_default();
             if let Some((stage, reason, version)) =
                 possible.rejection(&head, &body, versions, &connection)
             {
@@ -115,17 +118,14 @@ impl Attempt {
                 let response = Some(Box::new((head, body)));
                 return Err(FailedAttempt { response, version, ..failed(stage, reason) });
             }
-            permit.head_arrived(arrived);
-            return Ok(UpstreamResponse { head, recv, prefix: Some(body), permit, upload });
         }
-        let prefix = body_prefix(kind, &mut recv, &connection).await;
-        let prefix = prefix.map_err(|e| failed(Stage::HeadHeld, &describe_h2_error(&e)))?;
         permit.head_arrived(arrived);
-        if let Some(versions) = versions
-            && let Some(version) = versions.stale(&head, prefix.as_deref(), &connection.endpoint)
-        {
-            let reason = "the list is older than one that the client has seen";
-            return Err(FailedAttempt { version, ..failed(Stage::NotReached, reason) });
+        if let Some(versions) = versions {
+            let body = (prefix.as_ref(), recv.is_end_stream());
+            if let Some(version) = versions.stale(&head, body, &connection.endpoint) {
+                let reason = "the list is older than one that the client has seen";
+                return Err(FailedAttempt { version, ..failed(Stage::NotReached, reason) });
+            }
         }
         Ok(UpstreamResponse { head, recv, prefix, permit, upload })
     }
@@ -195,20 +195,6 @@ impl PossibleRejection {
         };
         Some((stage, reason, MissedVersion::default()))
     }
-}
-
-/// Reads a body that is short according to its head. Stops after the frame with which it exceeds `limit` bytes.
-async fn read_short(recv: &mut RecvStream, limit: usize) -> Result<Bytes, h2::Error> {
-    let mut body = BytesMut::new();
-    while let Some(data) = recv.data().await {
-        let data = data?;
-        let _ = recv.flow_control().release_capacity(data.len());
-        body.extend_from_slice(&data);
-        if body.len() > limit {
-            break;
-        }
-    }
-    Ok(body.freeze())
 }
 
 /// The stage of an attempt whose stream ended with `error` before its response head. Since version

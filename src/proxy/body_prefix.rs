@@ -4,94 +4,74 @@
 //!
 //! An apiserver writes most responses at once, in a few frames. Such a response fits into the prefix, so
 //! the loss of the connection between two of its frames does not truncate it. Longer responses, and slow
-//! responses on a working connection, are forwarded frame by frame after the prefix.
+//! responses on a working connection, are forwarded frame by frame after the prefix: [`HeadHold`] says when.
 
-use std::time::Duration;
+use std::future::poll_fn;
+use std::task::Poll;
+use std::time::Instant;
 
 use bytes::{Bytes, BytesMut};
 use h2::RecvStream;
-use jackstay_core::request::info::RequestKind;
+use jackstay_core::request::head_hold::{Evidence, HeadHold};
 use jackstay_sys::clock;
-use tokio::time::{timeout, timeout_at};
+use tokio::time::timeout_at;
 
 use crate::upstream::connection::{Connection, ConnectionState};
 
-/// Size at which a prefix is forwarded, in bytes: enough for discovery, an object or a short list. It fits
-/// into the receive window of the stream, so it needs no more memory than a client that reads nothing.
-const PREFIX_SIZE: usize = 64 * 1024;
-
-/// Time after its first frame at which an incomplete prefix is forwarded. If the connection is suspect then,
-/// or has received nothing since the last frame, it may be lost, and the prefix waits for the same time again.
-const PREFIX_TIMEOUT: Duration = Duration::from_secs(1);
-
-/// How long the head of a log waits for the first line. The container of a followed log may write
-/// nothing for hours, and the client needs the head before that.
-const LOG_TIMEOUT: Duration = Duration::from_secs(1);
-
-/// Whether a response is held until its prefix has arrived. Until then the request counts as waiting for
-/// the response head, so the connection becomes suspect if nothing arrives. A log or a watch does not
-/// count, because it may be silent.
-pub fn waits_for_prefix(kind: RequestKind) -> bool {
-    matches!(kind, RequestKind::Read | RequestKind::NonMutating | RequestKind::Write)
-}
-
-/// Returns the prefix of a response whose head has arrived; for a log, its first frame. Returns `None`
-/// for an empty body, for a log without a line within [`LOG_TIMEOUT`], for a write without a frame within
-/// [`PREFIX_TIMEOUT`] on a connection that receives, and at once for a watch or a tunnel.
+/// Returns the prefix of a response whose head has arrived at this time: at least `size` bytes, or what has arrived when the
+/// body or the hold of the head ends. Returns `None` if that is nothing.
 ///
 /// # Errors
 /// The stream was reset, or its connection was lost.
 pub async fn body_prefix(
-    kind: RequestKind,
+    size: usize,
+    arrived: Instant,
     recv: &mut RecvStream,
     connection: &Connection,
 ) -> Result<Option<Bytes>, h2::Error> {
-    match kind {
-        _ if recv.is_end_stream() => Ok(None),
-        RequestKind::Read | RequestKind::NonMutating => {
-            let Some(first) = recv.data().await.transpose()? else { return Ok(None) };
-            if recv.is_end_stream() || first.len() >= PREFIX_SIZE {
-                return Ok(Some(first));
-            }
-            // Boxed, so that the futures of other responses do not grow by its size.
-            Box::pin(read_prefix(first, recv, connection)).await.map(Some)
-        }
-        RequestKind::Write => {
-            let prefix = Box::pin(read_prefix(Bytes::new(), recv, connection)).await?;
-            Ok(Some(prefix).filter(|prefix| !prefix.is_empty()))
-        }
-        RequestKind::Log => {
-            Box::pin(timeout(LOG_TIMEOUT, recv.data())).await.unwrap_or_default().transpose()
-        }
-        _ => Ok(None),
+    if recv.is_end_stream() {
+        return Ok(None);
     }
+    // Most bodies arrive with their head, and need no timer.
+    let first = match poll_fn(|cx| Poll::Ready(recv.poll_data(cx))).await {
+        Poll::Ready(Some(data)) => data?,
+        Poll::Ready(None) => return Ok(None),
+        Poll::Pending => Bytes::new(),
+    };
+    if first.len() >= size || recv.is_end_stream() {
+        return Ok(Some(first));
+    }
+    // Boxed, so that the futures of other responses do not grow by its size.
+    let prefix = Box::pin(read_prefix(first, size, arrived, (recv, connection))).await?;
+    Ok(Some(prefix).filter(|prefix| !prefix.is_empty()))
 }
 
 /// Reads the frames that follow `first`, which is empty if none has arrived.
 async fn read_prefix(
     first: Bytes,
-    recv: &mut RecvStream,
-    connection: &Connection,
+    size: usize,
+    arrived: Instant,
+    (recv, connection): (&mut RecvStream, &Connection),
 ) -> Result<Bytes, h2::Error> {
+    let mut hold = HeadHold::new(arrived);
+    let mut is_over = !first.is_empty() && hold.received(clock::now());
     let mut prefix = BytesMut::from(first);
-    let mut last_frame = clock::now();
-    let mut deadline = last_frame + PREFIX_TIMEOUT;
-    while prefix.len() < PREFIX_SIZE && !recv.is_end_stream() {
-        match timeout_at(deadline.into(), recv.data()).await {
+    while !is_over && prefix.len() < size && !recv.is_end_stream() {
+        is_over = match timeout_at(hold.due().into(), recv.data()).await {
             Ok(Some(data)) => {
                 prefix.extend_from_slice(&data?);
-                last_frame = clock::now();
+                hold.received(clock::now())
             }
-            // The connection sends a PING while a request waits. If nothing has arrived since the last
-            // frame, not even the PONG, the connection may be lost.
-            Err(_)
-                if connection.state() == ConnectionState::Suspect
-                    || connection.last_received() <= last_frame =>
-            {
-                deadline = clock::now() + PREFIX_TIMEOUT;
-            }
-            Ok(None) | Err(_) => break,
-        }
+            Ok(None) => true,
+            Err(_) => hold.check(evidence(connection), clock::now()),
+        };
     }
     Ok(prefix.freeze())
+}
+
+fn evidence(connection: &Connection) -> Evidence {
+    Evidence {
+        is_suspect: connection.state() == ConnectionState::Suspect || !connection.responds(),
+        last_received: connection.last_received(),
+    }
 }

@@ -38,6 +38,7 @@ use super::admission::unproven_requests::UnprovenRequest;
 use super::attempt::{Attempt, Attempts, FailedAttempt, Input, failed};
 use super::client_certificate::IdentityProof;
 use super::consistent_reads::RequestVersions;
+use super::consistent_reads::learner::Learned;
 use super::drain::DrainWatcher;
 use super::request_body::{RequestBody, UploadTask};
 use super::response_body::{ForwardResult, FullBody, ResponseBody, StreamedBody};
@@ -257,8 +258,11 @@ impl ForwardedRequest {
         let mut learner = self.learner(&head, &permit);
         if let Some(data) = prefix.as_ref().filter(|_| recv.is_end_stream()) {
             let data = data.clone();
-            if let Some(learner) = &mut learner {
-                learner.read_whole(&data);
+            // A whole body was compared with the floor before.
+            if let Some(learner) = &mut learner
+                && learner.read(&data) == Learned::Unknown
+            {
+                learner.end();
             }
             permit.finished();
             // The stream needs no more window, but the window of the connection must be released.

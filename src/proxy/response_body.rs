@@ -20,7 +20,7 @@ use jackstay_core::request::status_error::StatusError;
 use super::admission::response_reserve::ResponseReserve;
 use super::admission::tunnel_memory::TunnelMemory;
 use super::client_certificate::ProofExpiry;
-use super::consistent_reads::VersionLearner;
+use super::consistent_reads::learner::{Learned, VersionLearner};
 use super::request_body::UploadTask;
 use super::upstream_client::{end_turn, poll_turn, release_window};
 use super::watch::body::WatchBody;
@@ -194,7 +194,7 @@ impl StreamedBody {
             return Poll::Ready(None);
         }
         if let Some(data) = self.prefix.take() {
-            return Poll::Ready(Some(Ok(self.data_frame(data))));
+            return Poll::Ready(Some(self.data_frame(data)));
         }
         if let Some(expiry) = &mut self.proof_expiry
             && let Poll::Ready(reason) = expiry.as_mut().poll(cx)
@@ -204,50 +204,67 @@ impl StreamedBody {
         release_window(&mut self.recv, &mut self.unreleased);
         ready!(poll_turn(&mut self.polls, cx));
         match ready!(self.recv.poll_data(cx)) {
-            Some(Ok(data)) => Poll::Ready(Some(Ok(self.data_frame(data)))),
+            Some(Ok(data)) => Poll::Ready(Some(self.data_frame(data))),
             Some(Err(error)) => Poll::Ready(Some(Err(self.cut_by_upstream(&error)))),
             None => match ready!(self.recv.poll_trailers(cx)) {
                 Ok(Some(trailers)) => {
-                    self.end();
-                    Poll::Ready(Some(Ok(Frame::trailers(trailers))))
+                    Poll::Ready(Some(self.end().map(|()| Frame::trailers(trailers))))
                 }
                 // h2 reports a reset with NO_ERROR as an end, but the body is truncated.
                 Ok(None) if !self.recv.is_end_stream() => {
                     Poll::Ready(Some(Err(self.cut(Side::Upstream, "the stream was reset"))))
                 }
-                Ok(None) => {
-                    self.end();
-                    Poll::Ready(None)
-                }
+                Ok(None) => Poll::Ready(self.end().err().map(Err)),
                 Err(error) => Poll::Ready(Some(Err(self.cut_by_upstream(&error)))),
             },
         }
     }
 
-    fn data_frame(&mut self, data: Bytes) -> Frame<Bytes> {
+    fn data_frame(&mut self, data: Bytes) -> Result<Frame<Bytes>, String> {
         self.unreleased += data.len();
-        self.outcome.bytes += data.len() as u64;
         if let Some(learner) = &mut self.learner {
             if learner.inflates() {
                 end_turn(&mut self.polls);
             }
-            if !learner.read(&data) {
-                self.learner = None;
-            }
+            let learned = learner.read(&data);
+            self.learned(learned)?;
         }
         if self.recv.is_end_stream() {
-            self.end();
+            self.end()?;
         }
-        Frame::data(data)
+        self.outcome.bytes += data.len() as u64;
+        Ok(Frame::data(data))
     }
 
-    fn end(&mut self) {
-        if let Some(learner) = self.learner.take() {
-            learner.end();
+    /// The learner has read some bytes, or the end. A list that is older than one that the client has seen is cut.
+    fn learned(&mut self, learned: Learned) -> Result<(), String> {
+        match learned {
+            Learned::Unknown => return Ok(()),
+            Learned::Done => self.learner = None,
+            Learned::Older { version, oldest } => {
+                self.learner = None;
+                return Err(self.cut(
+                    Side::Jackstay,
+                    &format!(
+                        "the list has version {version}, and its client has seen version {oldest}"
+                    ),
+                ));
+            }
         }
+        Ok(())
+    }
+
+    /// The body has ended.
+    fn end(&mut self) -> Result<(), String> {
+        if let Some(learner) = &self.learner {
+            let learned = learner.end();
+            self.learned(learned)?;
+        }
+        self.learner = None;
         self.done = true;
         self.permit.finished();
         self.outcome.complete();
+        Ok(())
     }
 
     fn cut_by_upstream(&mut self, error: &h2::Error) -> String {

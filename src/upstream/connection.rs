@@ -126,6 +126,11 @@ impl Connection {
         self.machine.borrow().responsiveness() == Responsiveness::Silent
     }
 
+    /// Whether its PINGs are answered, as far as is known.
+    pub fn responds(&self) -> bool {
+        self.machine.borrow().responsiveness() == Responsiveness::Responds
+    }
+
     /// Whether its path is lost and it stays open only for streams that cannot continue on another
     /// connection.
     pub fn is_unresponsive(&self) -> bool {

@@ -47,17 +47,23 @@
 //! apiserver or of custom resources has no floors after that, and its watches are not resumed: the replicas of such a
 //! server may have stores of their own ([`crate::upstream::unordered_groups`]).
 //!
+//! A list is compared with the floor as soon as its version has arrived. If its head has been forwarded by then, because the
+//! body began late or its version follows the items, an older list is reset before its end, and the client lists again.
+//!
 //! | module | purpose |
 //! |---|---|
 //! | [`form`] | which version a read asks for, and its query with a floor |
 //! | [`body_version`] | the version in a response body |
+//! | [`learner`] | what the body of a response shows, and the reset of an older list |
 //! | [`client`] | the client of a request |
 
 pub(super) mod body_version;
 pub(super) mod client;
 pub(super) mod form;
+pub(super) mod learner;
 
 use std::cell::{Cell, RefCell};
+use std::rc::Rc;
 use std::sync::Arc;
 
 use bytes::Bytes;
@@ -71,7 +77,9 @@ use jackstay_sys::clock;
 use self::body_version::{BodyVersion, ReadProgress};
 use self::client::LastClient;
 use self::form::{Asked, LISTS_FROM_CACHE, ReadForm, is_consistent_from_cache};
+use self::learner::{OldestList, Shows, VersionLearner, lower_floors};
 use super::credential_selector::SelectedCredential;
+use super::upstream_client::UpstreamClient;
 use super::watch::body::WatchVersions;
 use crate::config::ConsistentReads;
 use crate::net::tls::certificate::Subject;
@@ -223,18 +231,21 @@ impl RequestVersions {
         MissedVersion { reached, is_floor: self.has_floor() }
     }
 
-    /// The version of a list that is older than the floor; `None` for any other response.
+    /// The floor of a list whose response has this head; `None` if the response is no list, or has no floor.
+    fn floor_of_list(&self, head: &response::Parts) -> Option<(&Floor, FloorVersions)> {
+        self.enforced().filter(|_| head.status == StatusCode::OK && self.form.is_list())
+    }
+
+    /// The version of a list that is older than the floor; `None` for any other response. `body`: what has arrived of it,
+    /// and whether that is all.
     pub fn stale(
         &self,
         head: &response::Parts,
-        prefix: Option<&[u8]>,
+        body: (Option<&Bytes>, bool),
         endpoint: &Arc<Endpoint>,
     ) -> Option<MissedVersion> {
-        let (floor, versions) = self.enforced()?;
-        if head.status != StatusCode::OK || !self.form.is_list() {
-            return None;
-        }
-        let version = BodyVersion::of_prefix(head, prefix?)?;
+        let (floor, versions) = self.floor_of_list(head)?;
+        let version = self.version_of_list(head, body)?;
         let record = &floor.record;
         let is_older =
             |read: &CacheRead| Arc::ptr_eq(&read.endpoint, endpoint) && version < read.list;
@@ -247,6 +258,23 @@ impl RequestVersions {
         }
         record.set(&record.shown_by(endpoint), version, clock::now());
         Some(self.missed(version))
+    }
+
+    fn version_of_list(
+        &self,
+        head: &response::Parts,
+        (body, is_whole): (Option<&Bytes>, bool),
+    ) -> Option<u64> {
+        let body = body?;
+        BodyVersion::of_prefix(head, body).or_else(|| {
+            // The metadata of a list of custom resources follows its items.
+            let mut read = is_whole.then(|| BodyVersion::new(head, true, &self.gzip_state))??;
+            match read.read(body) {
+                ReadProgress::Version(version) => Some(version),
+                ReadProgress::Unknown => read.end(),
+                ReadProgress::None => None,
+            }
+        })
     }
 
     /// Decides how the request continues after an endpoint that has reached only `version`. `other_ready`: there is a
@@ -266,27 +294,11 @@ impl RequestVersions {
         next
     }
 
-    /// Lowers the floors of all clients to what the endpoints have reached. In a group that an aggregated apiserver may
-    /// serve, there are no floors from now on: each of its replicas may have a store of its own. Returns the resource,
-    /// the floor and that version, if the floor of this client was above.
-    pub fn lower_floors(&self, upstream: &Upstream) -> Option<(Arc<str>, u64, u64)> {
-        let floor = self.floor.as_ref()?;
-        // An endpoint may have advanced meanwhile.
-        let reached = self.highest_reached.get().max(floor.record.highest_of_ready());
-        let before = floor.versions().highest();
-        let name = Arc::clone(&floor.record.name);
-        upstream.version_floors.lower_all(&name, reached);
-        let group = group_of(&name);
-        if !is_built_in_group(group) && upstream.unordered_groups.add(group, "version_not_reached")
-        {
-            let upstream = &*upstream.name;
-            tracing::warn!(
-                upstream,
-                group,
-                "versions of group not compared: no ready endpoint has one that was seen"
-            );
+    /// No endpoint has reached the floor: lowers it for all clients.
+    pub fn lower_floors(&self, client: &UpstreamClient) {
+        if let Some(floor) = &self.floor {
+            lower_floors(floor, self.highest_reached.get(), client);
         }
-        (before > reached).then_some((name, before, reached))
     }
 
     /// The records that a watch raises whose first stream is at `endpoint`.
@@ -311,7 +323,7 @@ impl RequestVersions {
         &self,
         info: &RequestInfo,
         head: &response::Parts,
-        upstream: &Upstream,
+        client: &Rc<UpstreamClient>,
         endpoint: &Arc<Endpoint>,
     ) -> Option<VersionLearner> {
         if !head.status.is_success() || !self.form.shows_version() {
@@ -323,7 +335,7 @@ impl RequestVersions {
             return None;
         }
         let body = BodyVersion::new(head, self.form.is_list(), &self.gzip_state)?;
-        let floor = self.floor_to_raise(info, upstream)?;
+        let floor = self.floor_to_raise(info, client.pool.upstream())?;
         let shows = match self.asked.get() {
             _ if most_recent => Shows::MostRecentList,
             _ if !self.form.shows_cache() => Shows::Nothing,
@@ -332,8 +344,14 @@ impl RequestVersions {
             Asked::MostRecent(_) | Asked::Exact(_) => Shows::Nothing,
         };
         let (is_list, endpoint) = (self.form.is_list(), Arc::clone(endpoint));
-        let learner = VersionLearner { body, floor, is_list, endpoint, shows };
-        if let Some(version) = self.compared.take() {
+        let compared = self.compared.take();
+        let oldest = self
+            .floor_of_list(head)
+            .filter(|_| compared.is_none())
+            .map(|versions| self.form.asked(versions, &endpoint).version())
+            .map(|version| Box::new(OldestList { version, client: Rc::clone(client) }));
+        let learner = VersionLearner { body, floor, is_list, endpoint, shows, oldest };
+        if let Some(version) = compared {
             learner.raise(version);
             return None;
         }
@@ -346,73 +364,5 @@ impl RequestVersions {
         }
         let record = upstream.resource_versions.record(&info.resource_name()?)?;
         Some(upstream.version_floors.get(self.client, &record))
-    }
-}
-
-/// What the version of a response shows of its endpoint.
-#[derive(Clone, Copy)]
-enum Shows {
-    /// Its cache has reached the version.
-    Cache,
-    /// Its cache has reached the version, unless the server read the list from etcd.
-    MostRecentList,
-    Nothing,
-}
-
-/// Learns the version of one response while its body is forwarded.
-pub struct VersionLearner {
-    body: BodyVersion,
-    floor: Arc<Floor>,
-    is_list: bool,
-    endpoint: Arc<Endpoint>,
-    shows: Shows,
-}
-
-impl VersionLearner {
-    /// Reads the next bytes of the body. Returns whether more are needed.
-    pub fn read(&mut self, data: &Bytes) -> bool {
-        match self.body.read(data) {
-            ReadProgress::Version(version) => self.raise(version),
-            ReadProgress::Unknown => return true,
-            ReadProgress::None => {}
-        }
-        false
-    }
-
-    /// Whether reading takes long, because the body is compressed.
-    pub fn inflates(&self) -> bool {
-        self.body.inflates()
-    }
-
-    /// Reads a body that has arrived as a whole.
-    pub fn read_whole(&mut self, data: &Bytes) {
-        if self.read(data) {
-            self.end();
-        }
-    }
-
-    /// The body is complete.
-    pub fn end(&self) {
-        if let Some(version) = self.body.end() {
-            self.raise(version);
-        }
-    }
-
-    fn raise(&self, version: u64) {
-        if self.is_list {
-            self.floor.raise_lists(version);
-        } else {
-            self.floor.raise_objects(version);
-        }
-        let record = &self.floor.record;
-        match self.shows {
-            Shows::Nothing => {}
-            Shows::Cache => {
-                record.raise(&record.shown_by(&self.endpoint), version, clock::now());
-            }
-            Shows::MostRecentList => {
-                record.raise_list(&record.shown_by(&self.endpoint), version);
-            }
-        }
     }
 }

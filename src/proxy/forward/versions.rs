@@ -8,7 +8,7 @@ use jackstay_core::pool::EndpointKey;
 use jackstay_core::request::attempts::AfterNotReached;
 
 use super::ForwardedRequest;
-use crate::proxy::consistent_reads::VersionLearner;
+use crate::proxy::consistent_reads::learner::VersionLearner;
 use crate::upstream::connection::Permit;
 use crate::upstream::endpoint::Endpoint;
 use crate::upstream::resource_versions::ResourceRecord;
@@ -49,18 +49,7 @@ impl ForwardedRequest {
             AfterNotReached::AskOther => metrics.version_floor("redirected"),
             AfterNotReached::SendOriginal => {
                 metrics.version_floor("fallen_back");
-                let upstream = self.upstream.pool.upstream();
-                if let Some((resource, floor, reached)) = versions.lower_floors(upstream) {
-                    metrics.version_floor("reset");
-                    let name = &upstream.name;
-                    self.upstream.floor_warnings.warn(
-                        &format!("upstream {name}: version floor of {resource} lowered"),
-                        format_args!(
-                            "a client has seen version {floor}, and the newest ready apiserver is at {reached}; \
-                             reads may go back once. Was etcd restored from a backup?"
-                        ),
-                    );
-                }
+                versions.lower_floors(&self.upstream);
             }
             AfterNotReached::AskAgain | AfterNotReached::Respond => {}
         }
@@ -73,8 +62,8 @@ impl ForwardedRequest {
         head: &response::Parts,
         permit: &Permit,
     ) -> Option<Box<VersionLearner>> {
-        let endpoint = &permit.connection().endpoint;
-        let upstream = self.upstream.pool.upstream();
-        self.resource_versions.as_ref()?.learn(&self.info, head, upstream, endpoint).map(Box::new)
+        let (versions, endpoint) =
+            (self.resource_versions.as_ref()?, &permit.connection().endpoint);
+        versions.learn(&self.info, head, &self.upstream, endpoint).map(Box::new)
     }
 }

@@ -1,6 +1,7 @@
 //! One request: what it asks for, whether its head is acceptable, and whether it may be sent again.
 
 pub mod attempts;
+pub mod head_hold;
 pub mod hygiene;
 pub mod info;
 pub mod overload_rejection;

@@ -219,9 +219,11 @@ impl Node {
             Frame::Head(stream, head) => {
                 let Some(upstream) = self.upstreams.get_mut(&id) else { return };
                 let Some(open) = upstream.streams.get_mut(&stream) else { return };
-                upstream.machine.head_arrived(&mut open.slot, now);
                 match open.request {
-                    0 => self.probe_answered(io, id, head.status),
+                    0 => {
+                        upstream.machine.head_arrived(&mut open.slot, now);
+                        self.probe_answered(io, id, head.status);
+                    }
                     request => self.head_arrived(io, request, (id, stream), head),
                 }
             }
@@ -257,6 +259,18 @@ impl Node {
             | Frame::Request(..)
             | Frame::WindowUpdate(..)
             | Frame::Ping(_) => {}
+        }
+    }
+
+    /// A request does not wait for its response head any more, which has arrived at this time.
+    pub(super) fn head_taken(
+        &mut self,
+        (connection, stream): (ConnectionId, StreamId),
+        at: Instant,
+    ) {
+        let Some(upstream) = self.upstreams.get_mut(&connection) else { return };
+        if let Some(open) = upstream.streams.get_mut(&stream) {
+            upstream.machine.head_arrived(&mut open.slot, at);
         }
     }
 

@@ -8,11 +8,13 @@ use std::rc::Rc;
 use std::time::Instant;
 
 use http::{HeaderMap, Response, header};
+use jackstay_core::connection::{ConnectionState, Responsiveness};
 use jackstay_core::endpoint_condition::{self, has_ready_besides};
 use jackstay_core::pool::EndpointKey;
 use jackstay_core::request::attempts::{
     Attempts, Awaited, Failure, HeldResponse, Input, MAX_PARALLEL, MissedVersion, Refused,
 };
+use jackstay_core::request::head_hold::{Evidence, HeadHold, prefix_size};
 use jackstay_core::request::info::{RequestKind, Verb};
 use jackstay_core::request::retry::{self, Stage};
 use jackstay_core::watch::request::{WatchRequest, upstream_query, with_query};
@@ -46,8 +48,18 @@ enum Slot {
     Acquiring,
     /// Its connection has a free stream.
     Granted(ConnectionId),
-    /// The head is held until the body begins.
-    Sent { stream: Stream, head: Option<Head> },
+    Sent {
+        stream: Stream,
+        head: Option<HeldHead>,
+    },
+}
+
+/// A head that is held until the body begins.
+#[derive(Debug, Clone, Copy)]
+struct HeldHead {
+    head: Head,
+    arrived: Instant,
+    hold: HeadHold,
 }
 
 /// The hold of a new watch.
@@ -158,7 +170,11 @@ impl NodeRequest {
             Awaited::Loss { silence_from, hedge_from } => [silence_from, hedge_from],
             Awaited::Stream | Awaited::Trouble => [None, None],
         });
-        let later = times.flatten().filter(|&at| at > now);
+        let holds = self.slots.iter().filter_map(|slot| match slot {
+            Slot::Sent { head, .. } => head.as_ref().map(|held| held.hold.due()),
+            _ => None,
+        });
+        let later = times.flatten().chain(holds).filter(|&at| at > now);
         later.chain(self.attempts.heartbeat_due()).min()
     }
 }
@@ -229,20 +245,29 @@ impl Node {
         let is_starting = self.endpoints[self.endpoint_of(on.0)].is_starting(io.s.now);
         let Some(request) = self.requests.get_mut(&id) else { return };
         if matches!(request.state, State::Watching(_)) {
+            self.head_taken(on, io.s.now);
             return self.watch_head(io, id, on, arrived);
         }
         let (kind, Some(attempt)) = (request.kind, request.attempt_on(on)) else { return };
         let stage = retry::stage_of_rejection(kind, arrived.status);
         if let Some(stage) = stage.filter(|&stage| stage != Stage::Starting || is_starting) {
             request.slots[attempt] = Slot::Ended;
+            self.head_taken(on, io.s.now);
             self.cancel_stream(io, on);
             let response = held_response(arrived);
             let input = self.failed(io, id, attempt, on, stage, "rejected", response);
             return self.attempts_step(io, id, input);
         }
         if let Slot::Sent { head, .. } = &mut request.slots[attempt] {
-            *head = Some(arrived);
+            let (now, hold) = (io.s.now, HeadHold::new(io.s.now));
+            *head = Some(HeldHead { head: arrived, arrived: now, hold });
         }
+        if prefix_size(kind).is_none() {
+            self.head_taken(on, io.s.now);
+        } else {
+            self.arm_request(io, id);
+        }
+        let Some(request) = self.requests.get_mut(&id) else { return };
         if let Some(watch) = request.watch.clone().filter(|_| arrived.status == 200) {
             self.accept(io, id, on);
             let Some(request) = self.requests.get_mut(&id) else { return };
@@ -256,13 +281,39 @@ impl Node {
         let Some(request) = self.requests.get_mut(&id) else { return };
         let Some(attempt) = request.attempt_on(on) else { return };
         let Slot::Sent { head, .. } = std::mem::take(&mut request.slots[attempt]) else { return };
-        let (client, head) = (request.client, head.unwrap_or(Head::status(200)));
+        let client = request.client;
+        if let Some(held) = head.filter(|_| prefix_size(request.kind).is_some()) {
+            self.head_taken(on, held.arrived);
+        }
+        let Some(request) = self.requests.get_mut(&id) else { return };
+        let head = head.map_or(Head::status(200), |held| held.head);
         let window = self.clients.get(&client.0).map_or(0, |client| client.window);
         request.state = State::Streaming(Body::new(on, window, self.settings.windows().stream));
         let status = head.status;
         io.s.record(Entry::Answered { node: self.index, request: id, status });
         io.net.send(io.s, client.0, Side::Server, Frame::Head(client.1, head));
         self.attempts_step(io, id, Input::Responded { attempt });
+    }
+
+    /// Forwards the heads whose hold is over.
+    fn check_holds(&mut self, io: &mut Io<'_>, id: RequestId) {
+        for attempt in 0..MAX_PARALLEL {
+            let Some(request) = self.requests.get_mut(&id) else { return };
+            let Slot::Sent { stream, head: Some(held) } = &mut request.slots[attempt] else {
+                continue;
+            };
+            let Some(upstream) = self.upstreams.get(&stream.0) else { continue };
+            let machine = &upstream.machine;
+            let evidence = Evidence {
+                is_suspect: machine.state() == ConnectionState::Suspect
+                    || machine.responsiveness() != Responsiveness::Responds,
+                last_received: machine.last_received(),
+            };
+            if held.hold.check(evidence, io.s.now) {
+                let stream = *stream;
+                return self.accept(io, id, stream);
+            }
+        }
     }
 
     /// A piece of a body.

@@ -272,7 +272,7 @@ impl Node {
     }
 
     /// Starts a timer for the next event of a request, unless an earlier one runs.
-    fn arm_request(&mut self, io: &mut Io<'_>, id: RequestId) {
+    pub(super) fn arm_request(&mut self, io: &mut Io<'_>, id: RequestId) {
         let Some(request) = self.requests.get_mut(&id) else { return };
         let Some(at) = request.due_at(io.s.now) else { return };
         if request.timer_at.is_none_or(|armed| at < armed) {
@@ -307,6 +307,7 @@ impl Node {
             let ill_health = is_ill.then(|| "it is not healthy".to_owned());
             self.attempts_step(io, id, Input::HeartbeatDue { ill_health });
         }
+        self.check_holds(io, id);
         self.check_attempts(io, id, &[]);
         self.arm_request(io, id);
     }

@@ -278,6 +278,7 @@ impl ClientConnection {
             }
             let upgrade = Upgrade {
                 memory,
+                watch_drain: info.is_tunnelled_watch().then(|| service.drain.clone()),
                 upstream: Rc::clone(&service.upstream),
                 class,
                 proof,

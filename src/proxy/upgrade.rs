@@ -11,14 +11,22 @@
 //! * Each direction ends separately, as in TCP. An error on one side ends both directions.
 //! * A tunnel ends when the certificate of its client is no longer valid
 //!   ([`super::client_certificate`]).
+//! * A watch over WebSocket is a tunnel, too: its frames are not followed, so it cannot be resumed. Its client continues it
+//!   when it ends, so it ends as soon as an ordinary watch would leave: when its path or its apiserver is dead
+//!   ([`TunnelledWatchGuard::died`]), within [`LEAVE_SPREAD`] after its endpoint was removed, and at its moment of a drain.
+//!   The client's connection is closed without a close frame, which is an abnormal end (1006) to each client: bytes are
+//!   copied as they come, and a close frame within another frame would be part of that. fabric8's `WatcherWebSocketListener`
+//!   reconnects after an error as after a close frame.
 //! * There is no idle timeout: a client that reads nothing may be a person who pages through
 //!   `kubectl exec … | less`. A tunnel whose path is dead for `tunnel_dead_after` is closed
 //!   ([`jackstay_core::flow_health`]).
 //!
 //! `Sec-WebSocket-Protocol` may contain a bearer token, so this module logs no headers.
 
+use std::future::pending;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::time::Duration;
 
 use http::header::{CONNECTION, TRAILER, TRANSFER_ENCODING, UPGRADE, USER_AGENT};
 use http::{HeaderMap, HeaderValue, Request, StatusCode, Version, response};
@@ -31,21 +39,29 @@ use jackstay_core::request::retry::Refusal;
 use jackstay_core::request::status_error::StatusError;
 use tokio::io::{AsyncWriteExt, copy_bidirectional_with_sizes};
 use tokio::task::spawn_local;
+use tokio::time::sleep;
 
 use super::admission::tunnel_memory::TunnelMemory;
 use super::client_certificate::IdentityProof;
 use super::client_stream;
+use super::drain::DrainWatcher;
 use super::response_body::{ForwardResult, Http1Body, ResponseBody};
 use super::tunnels::{OpenTunnel, Tunnels};
 use super::upstream_client::UpstreamClient;
 use crate::observe::{Outcome, Side};
 use crate::upstream::credentials::CredentialClass;
-use crate::upstream::endpoint::Endpoint;
-use crate::upstream::http1::{self, Http1Driver};
+use crate::upstream::endpoint::{Endpoint, TunnelledWatchGuard};
+use crate::upstream::http1::{self, Http1Driver, Http1Response};
 use crate::upstream::version_preference::preferred_versions;
 
 /// Buffer of each direction of a tunnel, in bytes: one TLS record.
 const BUFFER_SIZE: usize = 16 * 1024;
+
+/// Time in which the watches over WebSocket of an endpoint end that was removed from the set.
+const LEAVE_SPREAD: Duration = Duration::from_secs(5);
+
+/// A watch over WebSocket, and the drain of its listener.
+type OpenWatch = (TunnelledWatchGuard, DrainWatcher);
 
 /// A request that asks for an upgrade.
 pub struct Upgrade {
@@ -61,6 +77,8 @@ pub struct Upgrade {
     pub tunnels: Tunnels,
     /// The memory of the tunnel.
     pub memory: TunnelMemory,
+    /// The drain of the listener; `Some` for a watch.
+    pub watch_drain: Option<DrainWatcher>,
 }
 
 /// A response on an HTTP/1.1 connection to an apiserver.
@@ -69,6 +87,8 @@ struct UpgradeResponse {
     head: response::Parts,
     body: Incoming,
     driver: Http1Driver,
+    /// `Some` for a watch.
+    watch: Option<TunnelledWatchGuard>,
 }
 
 impl Upgrade {
@@ -77,11 +97,12 @@ impl Upgrade {
     /// # Errors
     /// See [`ForwardResult`].
     pub async fn serve(self: Box<Self>, mut outcome: Box<Outcome>) -> ForwardResult {
-        let Self { upstream, class, proof, mut request, tunnels, mut memory } = *self;
+        let Self { upstream, class, proof, mut request, tunnels, mut memory, watch_drain } = *self;
         let client = hyper::upgrade::on(&mut request);
         let open_to = |label: &Arc<str>| tunnels.open_to(label);
+        let request = (request, watch_drain.is_some());
         let sent = send(&upstream, (class, &proof), request, &mut outcome, open_to).await;
-        let UpgradeResponse { endpoint, mut head, body, driver } = match sent {
+        let UpgradeResponse { endpoint, mut head, body, driver, watch } = match sent {
             Ok(response) => response,
             Err(error) => {
                 spawn_local(close_client(client));
@@ -96,7 +117,8 @@ impl Upgrade {
             outcome.upgraded();
             // Registered before the listener stops counting the client's connection.
             let open = tunnels.register(&endpoint.label);
-            spawn_local(run_tunnel(client, driver, (open, proof, memory), outcome));
+            let watch = watch.zip(watch_drain);
+            spawn_local(run_tunnel(client, driver, (open, proof, memory, watch), outcome));
             ResponseBody::Empty
         } else {
             head.headers.insert(CONNECTION, HeaderValue::from_static("close"));
@@ -112,7 +134,7 @@ impl Upgrade {
 async fn send(
     client: &UpstreamClient,
     (class, proof): (CredentialClass, &IdentityProof),
-    mut request: Request<Incoming>,
+    (mut request, is_watch): (Request<Incoming>, bool),
     outcome: &mut Outcome,
     open_to: impl Fn(&Arc<str>) -> usize,
 ) -> Result<UpgradeResponse, StatusError> {
@@ -120,26 +142,30 @@ async fn send(
     set_framing(&mut request);
     let upstream = client.pool.upstream();
     let versions = preferred_versions(upstream, request.headers().get(USER_AGENT));
-    let connection = http1::open(upstream, class, proof.subject(), versions, open_to)
+    let mut connection = http1::open(upstream, class, proof.subject(), versions, open_to)
         .await
         .map_err(|unavailable| StatusError::from(&unavailable))?;
     let endpoint = Arc::clone(&connection.endpoint);
     outcome.sent_to(&endpoint.label, false);
-    let (response, driver) = connection.send(request).await.map_err(|error| {
-        // `retry::decide` refuses to repeat a tunnel in every stage but `NotSent`.
-        client.metrics.retry_refused(Refusal::Unsafe.as_str());
-        StatusError::unknown_outcome(format_args!(
-            "{error} on the connection to {}",
-            endpoint.label
-        ))
-    })?;
+    if is_watch {
+        connection.is_for_watch();
+    }
+    let Http1Response { response, driver, watch } =
+        connection.send(request).await.map_err(|error| {
+            // `retry::decide` refuses to repeat a tunnel in every stage but `NotSent`.
+            client.metrics.retry_refused(Refusal::Unsafe.as_str());
+            StatusError::unknown_outcome(format_args!(
+                "{error} on the connection to {}",
+                endpoint.label
+            ))
+        })?;
     let (head, body) = response.into_parts();
     endpoint.response_received(head.status.as_u16());
     if head.status == StatusCode::SWITCHING_PROTOCOLS && !is_requested(&requested, &head.headers) {
         let reason = "the apiserver switched to a protocol that was not requested";
         return Err(StatusError::bad_gateway(reason));
     }
-    Ok(UpgradeResponse { endpoint, head, body, driver })
+    Ok(UpgradeResponse { endpoint, head, body, driver, watch })
 }
 
 /// Closes the client's connection after any response but a 101. hyper hands over the connection after such
@@ -175,7 +201,7 @@ fn is_requested(requested: &[HeaderValue], headers: &HeaderMap) -> bool {
 async fn run_tunnel(
     client: OnUpgrade,
     driver: Http1Driver,
-    (open, proof, _memory): (OpenTunnel, IdentityProof, TunnelMemory),
+    (open, proof, _memory, watch): (OpenTunnel, IdentityProof, TunnelMemory, Option<OpenWatch>),
     mut outcome: Box<Outcome>,
 ) {
     let mut received = 0;
@@ -183,11 +209,26 @@ async fn run_tunnel(
         end = copy_bytes(client, driver, &mut received) => end,
         () = open.closing() => Err((Side::Jackstay, "shutdown".to_owned())),
         reason = proof.follow_until_expiry() => Err((Side::Jackstay, reason)),
+        end = watch_end(watch) => Err(end),
     };
     outcome.bytes += received as u64;
     match end {
         Ok(()) => outcome.complete(),
         Err((side, reason)) => outcome.cut(side, reason),
+    }
+}
+
+/// Waits until a watch should end before its client or its apiserver ends it.
+async fn watch_end(watch: Option<OpenWatch>) -> (Side, String) {
+    let Some((watch, mut drain)) = watch else { return pending().await };
+    let left = async {
+        watch.removed().await;
+        sleep(LEAVE_SPREAD.mul_f64(fastrand::f64())).await;
+    };
+    tokio::select! {
+        reason = watch.died() => (Side::Upstream, reason),
+        () = left => (Side::Jackstay, "the endpoint was removed from the set".to_owned()),
+        () = drain.staggered_end() => (Side::Jackstay, "shutdown".to_owned()),
     }
 }
 

@@ -48,7 +48,7 @@ use jackstay_sys::utc::{Utc, wall_clock};
 use rustls::pki_types::ServerName;
 use tokio::sync::Notify;
 
-pub use self::connections::{FlowGuard, HandshakeGuard};
+pub use self::connections::{FlowGuard, HandshakeGuard, TunnelledWatchGuard};
 pub use self::flow_evidence::FlowEvidence;
 use self::ping_limit::PingLimit;
 pub use self::probe_signals::ProbeSignals;
@@ -112,8 +112,8 @@ pub struct Endpoint {
     fallback: AtomicBool,
     /// Notified when a connection is opened or closed.
     connections_changed: Notify,
-    /// Notified when the endpoint is removed from the set.
-    removal: Notify,
+    /// Notified when its process has died, and when the endpoint is removed from the set.
+    ended: Notify,
 }
 
 /// The parts that change together, under one lock.
@@ -180,7 +180,7 @@ impl Endpoint {
             flow_evidence: FlowEvidence::new(clock::now()),
             fallback: AtomicBool::new(false),
             connections_changed: Notify::new(),
-            removal: Notify::new(),
+            ended: Notify::new(),
         }))
     }
 
@@ -322,16 +322,24 @@ impl Endpoint {
     pub fn remove(&self) {
         self.observe(Observation::Removed);
         self.metrics.kubernetes_minor(0);
-        self.removal.notify_waiters();
+        self.ended.notify_waiters();
     }
 
     /// Waits until the endpoint is removed from the set.
     pub async fn removed(&self) {
-        let mut removal = std::pin::pin!(self.removal.notified());
-        // Registered before the state is read, so that no removal is missed.
-        removal.as_mut().enable();
-        if self.state() != EndpointState::Leaving {
-            removal.await;
+        self.until_ended(|| self.state() == EndpointState::Leaving).await;
+    }
+
+    /// Waits until `check` returns true, which depends on the death of the process or on the removal.
+    async fn until_ended(&self, check: impl Fn() -> bool) {
+        loop {
+            let mut ended = std::pin::pin!(self.ended.notified());
+            // Registered before the check, so that no change is missed.
+            ended.as_mut().enable();
+            if check() {
+                return;
+            }
+            ended.await;
         }
     }
 
@@ -448,6 +456,7 @@ impl Endpoint {
             last_check: guarded.last_check.clone(),
             connections,
             flows: self.flows(),
+            tunnelled_watches: self.tunnelled_watches(),
         }
     }
 
@@ -512,6 +521,9 @@ impl Endpoint {
         let flows = if *died { self.flows() } else { 0 };
         let lost = Loss { connections: flows as u64, open: OpenStreams::of_flows(flows) };
         self.metrics.events().endpoint_changed(&change, to.availability(), lost);
+        if *died {
+            self.ended.notify_waiters();
+        }
     }
 }
 

@@ -16,9 +16,9 @@ use tokio::time::sleep;
 #[derive(Debug, Clone)]
 pub struct FlowHealthCheck {
     pub(in crate::upstream) observer: StreamObserver,
-    /// Whether the request was answered. From then on the flow is a tunnel, to which `tunnel_dead_after`
-    /// applies; before, it has the thresholds of any flow to an apiserver.
-    pub(in crate::upstream) answered: Rc<Cell<bool>>,
+    /// Whether the flow is a tunnel whose request was answered, to which `tunnel_dead_after` applies. Before, and if it is a
+    /// watch, it has the thresholds of any flow to an apiserver.
+    pub(in crate::upstream) is_tunnel: Rc<Cell<bool>>,
     pub(in crate::upstream) tunnel_dead_after: Duration,
 }
 
@@ -29,7 +29,7 @@ impl FlowHealthCheck {
         let mut refuted = 0;
         loop {
             refuted += u32::from(health.take_refuted_suspicion());
-            let thresholds = match self.answered.get() {
+            let thresholds = match self.is_tunnel.get() {
                 true => FlowThresholds::tunnel(self.tunnel_dead_after),
                 false if refuted >= LOSSY_AFTER => LOSSY_SERVER,
                 false => SERVER,

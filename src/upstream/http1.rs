@@ -3,6 +3,7 @@
 
 use std::error::Error;
 use std::fmt;
+use std::future::pending;
 use std::os::fd::{AsRawFd, RawFd};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -25,7 +26,7 @@ use tokio::time::timeout;
 use super::connect_race;
 use super::credentials::CredentialClass;
 use super::dial::{UpstreamStream, dial_http1};
-use super::endpoint::{ConnectFailure, Endpoint, EndpointState};
+use super::endpoint::{ConnectFailure, Endpoint, EndpointState, TunnelledWatchGuard};
 use super::pool::{UNAVAILABLE_AFTER, Unavailable};
 use super::shared::Upstream;
 use super::version_preference::PreferredVersions;
@@ -95,6 +96,18 @@ pub struct Http1Connection {
     observer: StreamObserver,
     /// How long the flow may be without evidence of life once its request is answered.
     tunnel_dead_after: Duration,
+    /// Whether the request is a watch, which ends with its endpoint.
+    watch: Option<TunnelledWatchGuard>,
+}
+
+/// A response on such a connection.
+pub struct Http1Response {
+    /// The head, and the body of a response that declines the upgrade.
+    pub response: Response<Incoming>,
+    /// The connection.
+    pub driver: Http1Driver,
+    /// `Some` for a watch.
+    pub watch: Option<TunnelledWatchGuard>,
 }
 
 /// Opens a connection to the best endpoint, or to the next one if that fails or is slow. `proven` is
@@ -139,7 +152,8 @@ pub async fn open(
             match dial_http1(&connector, &endpoint, &tls, limit).await {
                 Ok((stream, observer)) => {
                     endpoint.metrics.dialled("ok");
-                    Ok(Http1Connection { endpoint, stream, observer, tunnel_dead_after })
+                    let watch = None;
+                    Ok(Http1Connection { endpoint, stream, observer, tunnel_dead_after, watch })
                 }
                 Err(failure) => Err(record_failure(&endpoint, failure)),
             }
@@ -188,15 +202,17 @@ fn order(candidates: &mut [Candidate], rng: &mut fastrand::Rng) {
 }
 
 impl Http1Connection {
+    /// The request is a watch. It needs evidence of life as any flow to an apiserver does, and not as a tunnel.
+    pub fn is_for_watch(&mut self) {
+        self.watch = Some(self.endpoint.track_watch());
+    }
+
     /// Sends a request and waits for its response head. Stops waiting when the flow is dead or no response
     /// can be expected from the endpoint.
     ///
     /// # Errors
     /// No response arrived. The request may have been processed.
-    pub async fn send(
-        self,
-        mut request: Request<Incoming>,
-    ) -> Result<(Response<Incoming>, Http1Driver), Http1Error> {
+    pub async fn send(self, mut request: Request<Incoming>) -> Result<Http1Response, Http1Error> {
         let (mut sender, connection) = http1::Builder::new()
             .max_buf_size(MAX_HEAD)
             .max_headers(MAX_FIELDS)
@@ -206,7 +222,7 @@ impl Http1Connection {
         let too_many_interim = limit_interim_responses(&mut request);
         let flow = FlowHealthCheck {
             observer: self.observer,
-            answered: Rc::default(),
+            is_tunnel: Rc::default(),
             tunnel_dead_after: self.tunnel_dead_after,
         };
         let driver = Http1Driver { task: spawn_local(drive(connection, flow.clone())), flow };
@@ -217,6 +233,7 @@ impl Http1Connection {
             reason = self.endpoint.no_response_expected(sent) => {
                 return Err(Http1Error::NoResponseExpected(reason));
             }
+            reason = died(self.watch.as_ref()) => return Err(Http1Error::NoResponseExpected(reason)),
             () = too_many_interim.notified() => {
                 self.endpoint.metrics.closed_for_frames("interim_responses");
                 return Err(Http1Error::InterimResponses);
@@ -224,11 +241,19 @@ impl Http1Connection {
         };
         match response {
             Ok(response) => {
-                driver.flow.answered.set(true);
-                Ok((response, driver))
+                driver.flow.is_tunnel.set(self.watch.is_none());
+                Ok(Http1Response { response, driver, watch: self.watch })
             }
             Err(error) => Err(driver.error().await.unwrap_or(Http1Error::Hyper(error))),
         }
+    }
+}
+
+/// Waits until the endpoint of a watch has died.
+async fn died(watch: Option<&TunnelledWatchGuard>) -> String {
+    match watch {
+        Some(watch) => watch.died().await,
+        None => pending().await,
     }
 }
 

@@ -150,6 +150,8 @@ pub struct EndpointStatus {
     pub connections: Vec<ConnectionStatus>,
     /// Number of passthrough flows.
     pub flows: usize,
+    /// Number of watches over WebSocket, which cannot be resumed.
+    pub tunnelled_watches: usize,
 }
 
 /// An ejection in `/status`.

@@ -13,3 +13,4 @@ mod support;
 mod heads;
 mod peer;
 mod table;
+mod websocket;

@@ -246,6 +246,7 @@ impl View {
                 format!("{} ago: {}", self.ago(&ejection["at"]), text_at(ejection, "reason"))
             });
             let mut notes = Vec::new();
+            notes.extend(tunnelled_watches(endpoint));
             if self.wide {
                 let shown = cut(reason, REASON_WIDTH);
                 if tone != Tone::Good && shown != reason {
@@ -368,6 +369,16 @@ fn state_tone(state: &str) -> Tone {
         "-" => Tone::Plain,
         _ => Tone::Warn,
     }
+}
+
+/// The watches of an endpoint that are not resumed, and why.
+fn tunnelled_watches(endpoint: &Value) -> Option<Cell> {
+    let watches = endpoint["tunnelled_watches"].as_u64().filter(|watches| *watches > 0)?;
+    let watches = quantity(watches, "watch");
+    let text = format!(
+        "{watches} over WebSocket: not resumed, because frames of an upgrade are not followed"
+    );
+    Some(Cell::text(text).tone(Tone::Dim))
 }
 
 /// The number of connections, and how many of them are not live.

@@ -1,4 +1,5 @@
-//! Detects that an apiserver's process is stopped or unreachable, on behalf of passthrough flows.
+//! Detects that an apiserver's process is stopped or unreachable, on behalf of passthrough flows and of watches over
+//! WebSocket.
 //!
 //! jackstay can send no PING on a connection that it passes through. If the apiserver's process is
 //! stopped, its kernel still acknowledges segments, so a flow looks alive. The prober's connection
@@ -90,7 +91,8 @@ impl ReachabilityCheck {
         loop {
             let suspect = self.until_suspect().await;
             // Flows may outlast the last listener that passes connections through.
-            if upstream.config().used_by.passthrough || endpoint.flows() > 0 {
+            let has_flows = endpoint.flows() > 0 || endpoint.tunnelled_watches() > 0;
+            if upstream.config().used_by.passthrough || has_flows {
                 self.examine(&suspect, upstream, endpoint).await;
             }
             self.until_settled(&suspect).await;

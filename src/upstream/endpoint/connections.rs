@@ -89,6 +89,18 @@ impl Endpoint {
         self.statistics.flows.load(Ordering::Relaxed)
     }
 
+    /// Number of watches over WebSocket.
+    pub fn tunnelled_watches(&self) -> usize {
+        self.statistics.tunnelled_watches.load(Ordering::Relaxed)
+    }
+
+    /// Counts a watch over WebSocket until the guard is dropped. As for a flow, no PING is possible inside of it, so the
+    /// prober finds out whether the process is stopped.
+    pub fn track_watch(self: &Arc<Self>) -> TunnelledWatchGuard {
+        self.statistics.tunnelled_watches.fetch_add(1, Ordering::Relaxed);
+        TunnelledWatchGuard { deaths: self.deaths(), endpoint: Arc::clone(self) }
+    }
+
     /// Counts a passthrough flow until the guard is dropped.
     pub fn track_flow(self: &Arc<Self>) -> FlowGuard {
         self.statistics.flows.fetch_add(1, Ordering::Relaxed);
@@ -136,6 +148,35 @@ impl FlowGuard {
     /// The endpoint of the flow.
     pub fn endpoint(&self) -> &Arc<Endpoint> {
         &self.0
+    }
+}
+
+/// Counts a watch over WebSocket until it is dropped.
+#[derive(Debug)]
+pub struct TunnelledWatchGuard {
+    endpoint: Arc<Endpoint>,
+    /// How often the process had died when the watch began.
+    deaths: u64,
+}
+
+impl TunnelledWatchGuard {
+    /// Waits until the process of the endpoint has died, and returns the reason.
+    pub async fn died(&self) -> String {
+        self.endpoint.until_ended(|| self.endpoint.deaths() != self.deaths).await;
+        let ejection = self.endpoint.guarded().last_ejection.clone();
+        let reason = ejection.map_or_else(String::new, |ejection| ejection.reason);
+        format!("the apiserver {} does not answer: {reason}", self.endpoint.label)
+    }
+
+    /// Waits until the endpoint is removed from the set.
+    pub async fn removed(&self) {
+        self.endpoint.removed().await;
+    }
+}
+
+impl Drop for TunnelledWatchGuard {
+    fn drop(&mut self) {
+        self.endpoint.statistics.tunnelled_watches.fetch_sub(1, Ordering::Relaxed);
     }
 }
 

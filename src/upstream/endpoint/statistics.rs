@@ -11,6 +11,8 @@ pub(super) struct EndpointStatistics {
     connections: Mutex<Vec<Weak<ConnectionStats>>>,
     /// Passthrough flows of all workers.
     pub(super) flows: AtomicUsize,
+    /// Watches over WebSocket of all workers.
+    pub(super) tunnelled_watches: AtomicUsize,
     /// Handshakes in progress: TCP is established, TLS or the first PONG is outstanding.
     pub(super) handshakes: AtomicUsize,
     /// How often the endpoint was ejected because its process died.

@@ -275,6 +275,12 @@ impl RequestInfo {
             || !self.is_resource && self.path().starts_with("/debug/pprof/")
     }
 
+    /// Whether it is a watch over WebSocket (fabric8's client and the Java client ask for that): a tunnel, whose frames are
+    /// not followed.
+    pub fn is_tunnelled_watch(&self) -> bool {
+        self.upgrade && self.verb == Verb::Watch
+    }
+
     fn read_path(&mut self, method: &Method) {
         let (parts, count) = split(self.path());
         let part = |at: usize| parts[at].of(self.path());

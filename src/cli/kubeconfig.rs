@@ -33,6 +33,8 @@ use crate::kubeconfig::{
     KubeconfigFiles, KubeconfigPaths, ResolvedContext, ServerUrl, find_cluster_mut,
     kubeconfig_yaml, recorded_configuration, recorded_original,
 };
+use crate::net::tls::file_error::TlsFileError;
+use crate::net::tls::pem_files;
 
 /// What a local CA needs, unless a timer renews it.
 const RENEWAL_NOTE: &str = "the local CA and the serving certificate are valid for one year: run `jackstay kubeconfig \
@@ -141,13 +143,15 @@ impl Draft {
         let (kubeconfig, changes) =
             rewrite_kubeconfig(args, files, &context, &destinations, &endpoint)?;
         let notes = notes(&context, (&apiservers, &path), plan.as_ref(), &endpoint.trust);
+        let mut warnings = plan.as_ref().map(|plan| plan.warnings.clone()).unwrap_or_default();
+        warnings.extend(apiservers.warnings);
         Ok(Self {
             context,
             upstreams: apiservers.upstreams,
             has_local_ca: plan.as_ref().is_some_and(|plan| plan.local_ca.is_some()),
             files: plan.map(|plan| plan.files).unwrap_or_default(),
             kubeconfig,
-            warnings: apiservers.warnings,
+            warnings,
             notes,
             destinations,
             changes,
@@ -291,9 +295,10 @@ fn trust(
         return Ok(ClientTrust::Local(ca));
     }
     if let Some(file) = &args.local_ca {
-        let ca = std::fs::read(file)
-            .map_err(|error| Failure::Input(format!("cannot read {}: {error}", file.display())))?;
-        return Ok(ClientTrust::Local(ca));
+        let refuse = |error: TlsFileError| Failure::Input(format!("--local-ca: {error}"));
+        let ca = pem_files::read(file).map_err(refuse)?;
+        pem_files::ca_from_pem(file, &ca).map_err(refuse)?;
+        return Ok(ClientTrust::Local(ca.to_vec()));
     }
     let needs_name = !context.insecure && *name != address.host;
     Ok(ClientTrust::Apiserver(needs_name.then(|| name.to_owned())))

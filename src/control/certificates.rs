@@ -5,6 +5,7 @@
 //! failures are reported in the log and in `/events`, and so is the expiry of a certificate in use.
 
 mod expiry_watch;
+mod skipped_watch;
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
@@ -15,6 +16,7 @@ use jackstay_sys::clock;
 use jackstay_sys::utc::{Utc, wall_clock};
 
 use self::expiry_watch::{ExpiryWatch, ValidityChange, WatchedCertificate};
+use self::skipped_watch::{SkippedByName, SkippedChange, SkippedWatch};
 use super::file_watch::{FileWatch, poll_ticks};
 use crate::net::tls::ca_bundle::CaBundle;
 use crate::net::tls::certificate::{VERSION_1, VERSION_1_EFFECT, Validity};
@@ -36,13 +38,16 @@ const IN_USE: &str = "in use";
 /// The state of a file that could not be read again. Its last valid content stays in use.
 const FAILED: &str = "reload failed";
 
+/// The state of a file of which some certificates are not read.
+const IN_PART: &str = "in use in part";
+
 /// Reloads the credentials of one upstream until the future is dropped.
 pub async fn watch_credentials(upstream: Arc<Upstream>) {
     let credentials = &upstream.credentials;
     // A file may have changed since it was loaded at the start.
     let mut files = FileWatch::unread(credentials.paths());
     let mut expiries = CredentialExpiries::default();
-    let mut validity = ExpiryWatch::default();
+    let (mut validity, mut skipped) = (ExpiryWatch::default(), SkippedWatch::default());
     let events = CertificateEvents::new(upstream.metrics.events(), Some(&upstream.name));
     let mut ticks = poll_ticks();
     loop {
@@ -53,6 +58,7 @@ pub async fn watch_credentials(upstream: Arc<Upstream>) {
             // The check of a configuration has logged those that were not valid when it was read.
             events.validity(&change, change.from.is_some());
         }
+        events.skipped(skipped.update(skipped_of_upstream(&upstream)));
         files.follow(credentials.paths());
         if files.changed() {
             let changes = credentials.refresh();
@@ -65,6 +71,7 @@ pub async fn watch_credentials(upstream: Arc<Upstream>) {
             for change in changes {
                 report(&events, &change);
             }
+            events.skipped(skipped.update(skipped_of_upstream(&upstream)));
             events.report_restored(&failures(&upstream));
             for change in validity.update(watched_credentials(&upstream), wall_clock()) {
                 events.validity(&change, true);
@@ -97,9 +104,25 @@ fn watched_credentials(upstream: &Upstream) -> Vec<WatchedCertificate> {
         })
     });
     let bundle = upstream.credentials.ca_bundle();
-    let authorities =
-        bundle.map(|(bundle, _)| watched_bundle("CA bundle of the apiservers", &bundle));
+    let authorities = bundle.map(|(bundle, _)| watched_bundle(CA_BUNDLE, &bundle));
     identities.chain(authorities.into_iter().flatten()).collect()
+}
+
+/// What is not read of the CA bundle of an upstream, and of its identities.
+fn skipped_of_upstream(upstream: &Upstream) -> SkippedByName {
+    let slots = upstream.credentials.slots();
+    let identities = slots.iter().filter_map(|slot| {
+        let certificate = slot.loaded()?;
+        Some((slot.paths.cert_file.display().to_string(), certificate.skipped.clone()))
+    });
+    let bundle = upstream.credentials.ca_bundle();
+    let bundle =
+        bundle.map(|(bundle, _)| (bundle_name(CA_BUNDLE, &bundle), bundle.skipped.clone()));
+    identities.chain(bundle).collect()
+}
+
+fn bundle_name(name: &str, bundle: &CaBundle) -> String {
+    format!("{name} {}", bundle.file.display())
 }
 
 /// The certificates of a CA bundle.
@@ -111,7 +134,7 @@ fn watched_bundle(name: &str, bundle: &CaBundle) -> Vec<WatchedCertificate> {
     let certificates = bundle.certificates.iter();
     certificates
         .map(|info| WatchedCertificate {
-            name: format!("{name} {}, {}", bundle.file.display(), info.subject),
+            name: format!("{}, {}", bundle_name(name, bundle), info.subject),
             info: info.clone(),
             effect,
         })
@@ -225,6 +248,28 @@ impl<'a> CertificateEvents<'a> {
         if logged { self.events.changed(&change) } else { self.events.remember(&change) }
     }
 
+    /// Reports the certificates of a file that are not read, or that all of them are read again.
+    fn skipped(&self, changes: Vec<SkippedChange>) {
+        for SkippedChange { name, from, to } in changes {
+            let was_in_part = from.as_ref().is_some_and(|from| !from.is_empty());
+            let before = if was_in_part { IN_PART } else { IN_USE };
+            let reason = to.join("; ");
+            let change = if to.is_empty() {
+                let reason = ("every certificate of the file is read", "all of them are in use");
+                self.change(&name, (before, IN_USE), reason, false)
+            } else {
+                let effect = "the other certificates of the file are in use";
+                self.change(&name, (before, IN_PART), (&reason, effect), true)
+            };
+            // The check of a configuration has logged what was not read of a file that is new in it.
+            if from.is_some() {
+                self.events.changed(&change);
+            } else {
+                self.events.remember(&change);
+            }
+        }
+    }
+
     fn loaded(&self, name: &str, to: &str, reason: &str, effect: &str) {
         self.changed(name, (self.forget_failure(name), to), (reason, effect), false);
     }
@@ -296,6 +341,15 @@ fn watched_serving(tls: &ServingTls, name: &str, client_ca: &str) -> Vec<Watched
     certificates
 }
 
+/// What is not read of the client CA of a listener, and of its serving certificate.
+fn skipped_of_listener(tls: &ServingTls, name: &str, client_ca: &str) -> SkippedByName {
+    let mut skipped = SkippedByName::from([(name.to_owned(), tls.certificate().skipped.clone())]);
+    if let Some(bundle) = tls.client_ca().as_ref().and_then(|ca| ca.bundle()) {
+        skipped.insert(bundle_name(client_ca, bundle), bundle.skipped.clone());
+    }
+    skipped
+}
+
 /// Reloads the serving certificate and the client CA of one listener, and renews the certificate,
 /// until the future is dropped.
 pub async fn watch_serving(
@@ -317,8 +371,9 @@ pub async fn watch_serving(
         );
     }
     let expiry = metrics.certificate_expiry("serving", listener.name());
-    let mut validity = ExpiryWatch::default();
+    let (mut validity, mut skipped) = (ExpiryWatch::default(), SkippedWatch::default());
     let watched = || watched_serving(&tls, &name, &client_ca);
+    let not_read = || skipped_of_listener(&tls, &name, &client_ca);
     let mut ticks = poll_ticks();
     loop {
         ticks.tick().await;
@@ -328,6 +383,7 @@ pub async fn watch_serving(
             // The check of a configuration has logged one that was not valid when it was read.
             events.validity(&change, change.from.is_some());
         }
+        events.skipped(skipped.update(not_read()));
         renewal.check(&name, &events, &tls);
         files.follow(tls.paths());
         if !files.changed() {
@@ -345,6 +401,7 @@ pub async fn watch_serving(
             for change in validity.update(watched(), wall_clock()) {
                 events.validity(&change, true);
             }
+            events.skipped(skipped.update(not_read()));
         }
         if let Some(error) = &error
             && (changed || last_error.as_ref() != Some(error))

@@ -219,7 +219,7 @@ impl Trust {
         let mut trust = Self::default();
         match &context.ca {
             Some(ca) => {
-                let origin = origin(ca, format!("cluster {:?} of the kubeconfig", context.cluster));
+                let origin = ca.origin(format!("cluster {:?} of the kubeconfig", context.cluster));
                 trust.roots = Some(ca_from_pem(&origin, &ca.read()?)?.roots);
             }
             None if context.insecure => notes.push(
@@ -239,7 +239,7 @@ impl Trust {
             Credential::Certificate(certificate, key) => {
                 let read = |pem: &PemSource| {
                     let user = format!("user {:?} of the kubeconfig", context.user);
-                    Ok::<_, TargetError>((origin(pem, user), pem.read()?))
+                    Ok::<_, TargetError>((pem.origin(user), pem.read()?))
                 };
                 let (certificate, key) = (read(certificate)?, read(key)?);
                 let loaded = cert_from_pem((&certificate.0, &certificate.1), (&key.0, &key.1));
@@ -298,14 +298,6 @@ impl Trust {
         let mut certificates = readyz.cert.iter().chain(identities.filter(|_| token.is_none()));
         let certificate = certificates.find(|paths| paths.cert_file.exists()).cloned();
         Self::of_files(&CredentialFiles { ca: upstream.tls.ca_file.clone(), certificate, token })
-    }
-}
-
-/// The origin of a PEM for error texts: its file, or the entry that contains it.
-fn origin(pem: &PemSource, entry: String) -> PathBuf {
-    match pem {
-        PemSource::File(file) => file.clone(),
-        PemSource::Inline(_) => entry.into(),
     }
 }
 

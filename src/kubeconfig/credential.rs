@@ -6,18 +6,22 @@ use std::path::PathBuf;
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
+use jackstay_sys::files;
 use kube::config::{AuthInfo, Cluster};
 use secrecy::{ExposeSecret, SecretString};
 use zeroize::Zeroizing;
 
 use super::error::KubeconfigError;
 use super::exec::ExecPlugin;
+use crate::net::tls::pem_files::MAX_PEM_FILE;
 
 /// Why the credential of a user, or the CA of a cluster, cannot be read from a kubeconfig.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CredentialError {
     /// The value of `KEY-data` is not base64; this is `KEY`.
     NotBase64(&'static str),
+    /// The value of `KEY-data` is PEM, not its Base64; this is `KEY`.
+    PemText(&'static str),
     /// There is a client certificate without its key.
     NoKey,
     /// There is a client key without its certificate.
@@ -30,6 +34,12 @@ impl fmt::Display for CredentialError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::NotBase64(key) => return write!(f, "{key}-data is not base64"),
+            Self::PemText(key) => {
+                return write!(
+                    f,
+                    "{key}-data is PEM: it must hold the Base64 of it (base64 -w 0 FILE), or {key} the file"
+                );
+            }
             Self::NoKey => "has a client-certificate without a client-key",
             Self::NoCertificate => "has a client-key without a client-certificate",
             Self::NoCommand => "exec names no command",
@@ -67,6 +77,9 @@ impl PemSource {
         file: Option<&str>,
     ) -> Result<Option<Self>, CredentialError> {
         if let Some(data) = data.filter(|data| !data.is_empty()) {
+            if data.contains("-----BEGIN ") {
+                return Err(CredentialError::PemText(key));
+            }
             let mut joined = Zeroizing::new(String::with_capacity(data.len()));
             joined.extend(data.split_ascii_whitespace());
             return STANDARD
@@ -78,16 +91,24 @@ impl PemSource {
         Ok(file.map(|file| Self::File(PathBuf::from(file))))
     }
 
-    /// The PEM bytes.
+    /// The PEM bytes, which are overwritten when they are dropped.
     ///
     /// # Errors
-    /// The file cannot be read.
-    pub fn read(&self) -> Result<Vec<u8>, KubeconfigError> {
+    /// The file cannot be read, is not a regular file, or is too large for PEM.
+    pub fn read(&self) -> Result<Zeroizing<Vec<u8>>, KubeconfigError> {
         match self {
-            Self::Inline(bytes) => Ok(bytes.to_vec()),
-            Self::File(path) => {
-                std::fs::read(path).map_err(|error| KubeconfigError::unreadable(path, error))
-            }
+            Self::Inline(bytes) => Ok(bytes.clone()),
+            Self::File(path) => files::read(path, MAX_PEM_FILE)
+                .map(Zeroizing::new)
+                .map_err(|error| KubeconfigError::unreadable(path, error)),
+        }
+    }
+
+    /// The origin of the PEM in error texts: its file, or the entry of the kubeconfig that holds it.
+    pub fn origin(&self, entry: String) -> PathBuf {
+        match self {
+            Self::File(file) => file.clone(),
+            Self::Inline(_) => entry.into(),
         }
     }
 }
@@ -238,6 +259,10 @@ mod tests {
             ("{client-key-data: YQ==}", "has a client-key without a client-certificate"),
             ("{client-certificate-data: 's3cret%', client-key: b}", "is not base64"),
             ("{client-certificate-data: 'aG=sbG8=', client-key: b}", "is not base64"),
+            (
+                "{client-certificate-data: '-----BEGIN CERTIFICATE----- s3cret', client-key: b}",
+                "is PEM: it must hold",
+            ),
             ("{exec: {args: [a]}}", "exec names no command"),
         ] {
             let error = credential(user).unwrap_err().to_string();

@@ -26,7 +26,7 @@ use super::context::ResolvedContext;
 use super::credential::{Credential, PemSource};
 use super::file::to_yaml;
 use crate::config::CertPaths;
-use crate::net::tls::pem_files::valid_certificates;
+use crate::net::tls::pem_files::{ca_from_pem, cert_from_pem, valid_certificates};
 
 /// The file with the cluster's CA, in the directory of the configuration as the other files.
 const CLUSTER_CA: &str = "cluster-ca.crt";
@@ -68,8 +68,9 @@ pub fn files_with(config: &Path) -> Vec<PathBuf> {
 /// The context cannot be served in the requested mode.
 pub fn plan(context: &ResolvedContext, request: &SetupRequest) -> Result<SetupPlan, SetupError> {
     let directory = request.config.parent().unwrap_or(Path::new("/"));
-    let mut plan = SetupPlan { files: Vec::new(), local_ca: None, notes: Vec::new() };
+    let mut plan = SetupPlan::default();
     let bind = listening_addresses(&request.host, request.port)?;
+    check_pem_data(context, request, &mut plan)?;
     let ca_file = cluster_ca(context, request, directory, &mut plan)?;
 
     let mut endpoints = vec![context.server.address()];
@@ -127,6 +128,37 @@ pub fn plan(context: &ResolvedContext, request: &SetupRequest) -> Result<SetupPl
         description: "the configuration of jackstay",
     });
     Ok(plan)
+}
+
+/// Checks the certificates and keys that the kubeconfig holds as data, so that errors name their entry and not a file
+/// that is not written. Warns of certificates in its CA that are not read.
+fn check_pem_data(
+    context: &ResolvedContext,
+    request: &SetupRequest,
+    plan: &mut SetupPlan,
+) -> Result<(), SetupError> {
+    if let Some(ca) = context.ca.as_ref().filter(|_| request.ca_file.is_none()) {
+        let entry = format!("cluster {:?}: certificate-authority-data", context.cluster);
+        let loaded = ca_from_pem(&ca.origin(entry), &ca.read().map_err(SetupError::Pem)?);
+        let bundle = loaded.map_err(SetupError::TlsFile)?.bundle;
+        plan.warnings.extend_from_slice(&bundle.skipped);
+        plan.notes.extend_from_slice(&bundle.notes);
+    }
+    if let Credential::Certificate(certificate, key) = &context.credential
+        && request.mode == SetupMode::Terminate
+        && matches!((certificate, key), (PemSource::Inline(_), _) | (_, PemSource::Inline(_)))
+    {
+        let entry = |key| format!("user {:?}: {key}-data", context.user);
+        let origins =
+            (certificate.origin(entry("client-certificate")), key.origin(entry("client-key")));
+        let certificate = certificate.read().map_err(SetupError::Pem)?;
+        let key = key.read().map_err(SetupError::Pem)?;
+        let loaded = cert_from_pem((&origins.0, &certificate), (&origins.1, &key));
+        let loaded = loaded.map_err(SetupError::TlsFile)?;
+        plan.warnings.extend(loaded.skipped);
+        plan.notes.extend(loaded.notes);
+    }
+    Ok(())
 }
 
 /// The addresses on which jackstay listens for clients that connect to `host`: an IP address or

@@ -12,5 +12,6 @@ mod support;
 
 mod heads;
 mod peer;
+mod pem;
 mod table;
 mod websocket;

@@ -38,7 +38,7 @@ pub(super) struct CaStatus {
     pub(super) file: PathBuf,
     certificates: usize,
     expired: usize,
-    /// Which of its certificates have expired, and why the present content of its file cannot be used.
+    /// Which of its certificates are not used or have expired, and why the present content of its file cannot be used.
     pub(super) error: Option<String>,
 }
 
@@ -48,7 +48,7 @@ impl CaStatus {
             file: bundle.file.clone(),
             certificates: bundle.count,
             expired: bundle.expired(now).len(),
-            error: joined(bundle.expiry(now), error),
+            error: joined(bundle.skipped.iter().cloned().chain(bundle.expiry(now)).chain(error)),
         }
     }
 
@@ -66,9 +66,10 @@ impl CaStatus {
     }
 }
 
-/// Both errors.
-fn joined(first: Option<String>, second: Option<String>) -> Option<String> {
-    first.into_iter().chain(second).reduce(|first, second| format!("{first}; {second}"))
+/// The errors as one text; `None` if there is none.
+fn joined(errors: impl IntoIterator<Item = String>) -> Option<String> {
+    let errors: Vec<String> = errors.into_iter().collect();
+    (!errors.is_empty()).then(|| errors.join("; "))
 }
 
 impl CertificateStatus {
@@ -90,7 +91,8 @@ impl CertificateStatus {
             Validity::NotYet => IdentityState::NotYetValid,
             Validity::Expired => IdentityState::Expired,
         };
-        let error = joined(info.invalidity(now), tls.errors().certificate.clone());
+        let error = tls.errors().certificate.clone();
+        let error = joined(info.invalidity(now).into_iter().chain(error));
         Self::new(state, Some(info), error)
     }
 }

@@ -269,7 +269,10 @@ impl FileChecker<'_> {
         }
         self.key_mode(&format!("{at}.key_file"), &paths.key_file);
         match load(self.loaded, paths) {
-            Ok(loaded) => Some(loaded),
+            Ok(loaded) => {
+                self.pem_findings(&format!("{at}.cert_file"), &loaded.skipped, &loaded.notes);
+                Some(loaded)
+            }
             Err(error) => {
                 self.cert_error(at, paths, &error);
                 self.missing(at, paths, Some(&error.path));
@@ -324,7 +327,11 @@ impl FileChecker<'_> {
     /// that is not valid is a warning.
     fn ca(&mut self, at: &str, path: &Path) {
         let certificates = match self.loaded.ca(path) {
-            Ok(loaded) => loaded.bundle.certificates.clone(),
+            Ok(loaded) => {
+                let bundle = Arc::clone(&loaded.bundle);
+                self.pem_findings(at, &bundle.skipped, &bundle.notes);
+                bundle.certificates.clone()
+            }
             Err(error) => return self.error(at, error),
         };
         let errors = certificates.iter().filter_map(|info| info.check_time(path, self.now).err());
@@ -336,6 +343,16 @@ impl FileChecker<'_> {
                 quantity(certificates.len(), "certificate")
             );
             self.warning(at, format!("{error} ({counts})"));
+        }
+    }
+
+    /// Warns of the certificates in a file that are not read, and notes the forms that kubectl does not read.
+    fn pem_findings(&mut self, at: &str, skipped: &[String], notes: &[String]) {
+        for skipped in skipped {
+            self.warn(at, skipped);
+        }
+        for note in notes {
+            self.note(at, note);
         }
     }
 

@@ -148,7 +148,10 @@ fn read_pem(
     files: &mut Vec<PathBuf>,
 ) -> Result<(PathBuf, Zeroizing<Vec<u8>>), UserError> {
     match pem {
-        PemSource::Inline(bytes) => Ok((kubeconfig.to_owned(), bytes.clone())),
+        PemSource::Inline(bytes) => {
+            let origin = format!("{}: {key}-data", kubeconfig.display());
+            Ok((origin.into(), bytes.clone()))
+        }
         PemSource::File(path) => {
             let bytes = files::read(path, MAX_KUBECONFIG).map_err(|error| UserError::Pem {
                 key,

@@ -36,8 +36,8 @@ pub enum SetupError {
     },
     /// A PEM file of the kubeconfig cannot be read.
     Pem(KubeconfigError),
-    /// The serving certificate cannot be used.
-    Serving(TlsFileError),
+    /// A certificate or a key of the kubeconfig, or the serving certificate, cannot be used.
+    TlsFile(TlsFileError),
     /// The names in the serving certificate, which is in this file, cannot be read.
     ServingNames(PathBuf, X509Error),
     /// The file with the certificate of the local CA cannot be read.
@@ -106,7 +106,7 @@ impl fmt::Display for SetupError {
                  use --mode passthrough"
             ),
             Self::Pem(error) => error.fmt(f),
-            Self::Serving(error) => error.fmt(f),
+            Self::TlsFile(error) => error.fmt(f),
             Self::ServingNames(file, error) => write!(f, "{}: {error}", file.display()),
             Self::LocalCaFile(file, error) => write!(f, "{}: {error}", file.display()),
             Self::NoLocalCa(file) => write!(f, "{}: holds no certificate", file.display()),
@@ -125,7 +125,7 @@ impl Error for SetupError {
             }
             Self::ClientCertificate { error, .. } => error,
             Self::Pem(error) => error,
-            Self::Serving(error) => error,
+            Self::TlsFile(error) => error,
             Self::ServingNames(_, error) | Self::LocalCaCertificate(error) => error,
             Self::LocalCaFile(_, error) => error,
             Self::Issue(error) => error,

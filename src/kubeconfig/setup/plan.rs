@@ -71,11 +71,14 @@ impl fmt::Debug for OutputFile {
 }
 
 /// The files that jackstay needs to serve one kubeconfig context.
+#[derive(Default)]
 pub struct SetupPlan {
     /// The files to write, the configuration last.
     pub files: Vec<OutputFile>,
     /// The certificate of the local CA that clients trust, PEM (mode `terminate` only).
     pub local_ca: Option<Vec<u8>>,
+    /// Certificates of the kubeconfig that are not read.
+    pub warnings: Vec<String>,
     /// Messages to the user.
     pub notes: Vec<String>,
 }

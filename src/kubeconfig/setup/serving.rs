@@ -61,7 +61,7 @@ impl ServingFiles {
     /// A file cannot be used.
     pub(super) fn read(&self) -> Result<ExistingServingCert, SetupError> {
         let paths = CertPaths { cert_file: self.serving.clone(), key_file: self.serving.clone() };
-        let loaded = pem_files::load_cert(&paths).map_err(SetupError::Serving)?;
+        let loaded = pem_files::load_cert(&paths).map_err(SetupError::TlsFile)?;
         let ca_pem = files::read(&self.ca, MAX_CA_FILE)
             .map_err(|error| SetupError::LocalCaFile(self.ca.clone(), error))?;
         let ca = valid_certificates(&ca_pem);
@@ -168,7 +168,7 @@ mod tests {
 
     /// The planned files.
     fn planned(request: &SetupRequest, directory: &Path) -> SetupPlan {
-        let mut planned = SetupPlan { files: Vec::new(), local_ca: None, notes: Vec::new() };
+        let mut planned = SetupPlan::default();
         plan(request, directory, &mut planned).unwrap();
         planned
     }

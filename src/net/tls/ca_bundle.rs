@@ -19,6 +19,10 @@ pub struct CaBundle {
     pub certificates: Vec<CertInfo>,
     /// The number of certificates, with those that cannot be parsed.
     pub count: usize,
+    /// Certificates of the file that are not used: sentences with file, line, reason and remedy.
+    pub skipped: Vec<String>,
+    /// Forms that jackstay reads and programs in Go do not: sentences with file and line.
+    pub notes: Vec<String>,
 }
 
 impl CaBundle {
@@ -86,8 +90,9 @@ mod tests {
             is_version_1: false,
         };
         let file = PathBuf::from("ca.crt");
-        let bundle =
-            CaBundle { file, certificates: vec![certificate(10), certificate(20)], count: 2 };
+        let certificates = vec![certificate(10), certificate(20)];
+        let (skipped, notes) = (Vec::new(), Vec::new());
+        let bundle = CaBundle { file, certificates, count: 2, skipped, notes };
         let unknown = Error::InvalidCertificate(CertificateError::UnknownIssuer);
         let all = "every certificate of ca.crt has expired (the last one on 1970-01-01T00:00:20Z): \
                    renew the CA file";

@@ -44,10 +44,6 @@ impl TlsFileError {
         Self::new(path, TlsFileProblem::Other, message)
     }
 
-    pub(super) fn no_certificate(path: &Path) -> Self {
-        Self::invalid(path, "contains no certificate (PEM, -----BEGIN CERTIFICATE-----)")
-    }
-
     pub(super) fn io(path: &Path, error: &std::io::Error) -> Self {
         let problem = match error.kind() {
             std::io::ErrorKind::NotFound => TlsFileProblem::Missing,

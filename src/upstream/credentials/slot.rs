@@ -79,6 +79,11 @@ impl IdentitySlot {
         })
     }
 
+    /// The loaded certificate with its chain, which may have expired.
+    pub fn loaded(&self) -> Option<Arc<LoadedCert>> {
+        self.current.load().as_ref().map(|identity| Arc::clone(&identity.certificate))
+    }
+
     /// The loaded certificate, which may have expired.
     pub fn certificate(&self) -> Option<CertInfo> {
         self.current.load().as_ref().map(|identity| identity.certificate.info.clone())

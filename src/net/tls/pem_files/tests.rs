@@ -3,6 +3,7 @@
 use super::*;
 use crate::net::tls::certificate::{Subject, Validity, X509Error};
 use rcgen::{CertificateParams, DistinguishedName, DnType, DnValue, KeyPair};
+use rustls::pki_types::pem::PemObject;
 use std::fs;
 use std::path::PathBuf;
 use std::time::{Duration, UNIX_EPOCH};
@@ -167,23 +168,39 @@ fn load_cert_names_the_file_and_the_problem() {
             "other: the private key does not belong to the certificate in chain (its first \
              one: the leaf must come first)",
         ),
-        ("empty", "k", "empty: contains no certificate (PEM, -----BEGIN CERTIFICATE-----)"),
+        ("empty", "k", "empty: is empty"),
         ("garbage", "k", "garbage: contains no certificate (PEM, -----BEGIN CERTIFICATE-----)"),
-        ("k", "k", "k: contains no certificate (PEM, -----BEGIN CERTIFICATE-----)"),
-        ("c", "c", "c: contains no private key (PEM, -----BEGIN PRIVATE KEY-----)"),
-        ("der", "k", "der: cannot read the certificate: not an X.509 certificate"),
-        ("c", "locked", "locked: the private key is encrypted; store it without a passphrase"),
+        (
+            "k",
+            "k",
+            "k: contains no certificate (PEM, -----BEGIN CERTIFICATE-----); it contains PRIVATE KEY (line 1)",
+        ),
+        (
+            "c",
+            "c",
+            "c: contains no private key (PEM, -----BEGIN PRIVATE KEY-----); it contains CERTIFICATE (line 1)",
+        ),
+        ("der", "k", "der: line 1: cannot read the certificate: not an X.509 certificate"),
+        (
+            "c",
+            "locked",
+            "locked: line 1: the private key is encrypted; store it without a passphrase (openssl pkey -in FILE \
+             -out NEW-FILE)",
+        ),
+        ("base64", "k", "base64: line 1: the certificate is not read: line 2 is not Base64"),
+        (
+            "open",
+            "k",
+            "open: line 1: the certificate is not read: it has no END line: the file is truncated",
+        ),
     ] {
         assert_eq!(files.load(cert, key).unwrap_err(), expected, "{cert} {key}");
     }
-    for (cert, key, expected) in [
-        ("base64", "k", "base64: not a valid PEM file: "),
-        ("open", "k", "open: not a valid PEM file: "),
-        ("c", "badkey", "badkey: the private key is damaged or of a kind"),
-    ] {
-        let message = files.load(cert, key).unwrap_err();
-        assert!(message.starts_with(expected), "{message}");
-    }
+    let message = files.load("c", "badkey").unwrap_err();
+    assert!(
+        message.starts_with("badkey: line 1: the private key is damaged or of a kind"),
+        "{message}"
+    );
     let missing = load_ca(&files.0.path().join("none")).unwrap_err();
     assert!(missing.is_missing());
 }
@@ -196,10 +213,148 @@ fn load_ca_reads_every_certificate_of_a_bundle() {
     assert_eq!((ca.roots.len(), ca.bundle.certificates.len()), (2, 2));
     let message =
         |contents: &str| files.message(&load_ca(&files.write("ca", contents)).unwrap_err());
-    assert_eq!(message(""), "ca: contains no certificate (PEM, -----BEGIN CERTIFICATE-----)");
+    assert_eq!(message("a\n"), "ca: contains no certificate (PEM, -----BEGIN CERTIFICATE-----)");
     assert_eq!(
         message("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"),
-        "ca: no certificate in it can be used as a CA"
+        "ca: no certificate in it can be used as a CA: line 1: not an X.509 certificate"
+    );
+}
+
+/// A bundle of two certificates: both are in use, or the one that is not is in [`CaBundle::skipped`].
+#[test]
+fn load_ca_never_drops_a_certificate_silently() {
+    let files = Files::new();
+    let (first, second) = (node().0.replace("\r\n", "\n"), node().0.replace("\r\n", "\n"));
+    let line = first.lines().count() + 1;
+    let label = |from: &str, to: &str| second.replace(from, to);
+    let without = |part: &str| second.replace(part, "");
+    let lines: Vec<&str> = second.lines().collect();
+    let (body, end) = (lines[2], "-----END CERTIFICATE-----");
+    let both: [(String, &str); 6] = [
+        (format!("{}{second}", first.trim_end()), "other text follows the END"),
+        (format!("{first}{}", second.trim_end()), ""),
+        (format!("{first}{second}").replace('\n', "\r\n"), ""),
+        (format!("{first}{second}").replace('\n', "\r"), "carriage returns alone"),
+        (format!("\u{feff}{first}{second}"), "byte order mark"),
+        (format!("{first}  {}", second.replace('\n', "\n  ")), "indented"),
+    ];
+    for (text, note) in &both {
+        let loaded = load_ca(&files.write("ca", text)).unwrap();
+        assert_eq!((loaded.roots.len(), loaded.bundle.count), (2, 2), "{note}");
+        assert_eq!(loaded.bundle.skipped, [""; 0], "{note}");
+        let notes = loaded.bundle.notes.concat();
+        assert_eq!(notes.is_empty(), note.is_empty(), "{notes}");
+        assert!(notes.contains(note), "{notes}");
+    }
+    for (damaged, reason) in [
+        (without(end), "has no END line"),
+        (second[..second.len() / 2].to_owned(), "has no END line"),
+        (without("-----BEGIN CERTIFICATE-----"), "no BEGIN line"),
+        (label("-----BEGIN", "----BEGIN"), "the line must begin with -----BEGIN"),
+        (label("-----BEGIN", "x: -----BEGIN"), "the line must begin with -----BEGIN"),
+        (label("CERTIFICATE", "TRUSTED CERTIFICATE"), "openssl x509"),
+        (label("CERTIFICATE", "X509 CERTIFICATE"), "write its label as CERTIFICATE"),
+        (label("CERTIFICATE", "PKCS7"), "openssl pkcs7"),
+        (label("END CERTIFICATE", "END X509 CRL"), "ends with -----END X509 CRL-----"),
+        (label(body, "MIIBLTCB0wIUCfLg*"), "line 3 is not Base64"),
+        (label(body, "MIIB"), "not an X.509 certificate"),
+        (label("\n", " "), "its line breaks are missing"),
+        (label("\n", "\\n"), "its line breaks are missing"),
+    ] {
+        let reason = reason.replace("line 3", &format!("line {}", line + 2));
+        for text in [format!("{first}{damaged}"), format!("{damaged}\n{first}")] {
+            let loaded = load_ca(&files.write("ca", &text)).unwrap();
+            assert_eq!(loaded.roots.len(), 1, "{text}");
+            let skipped = loaded.bundle.skipped.join("\n");
+            assert!(!skipped.is_empty(), "{text}");
+            if text.starts_with(&first) {
+                assert!(skipped.contains(&reason), "{reason}: {skipped}");
+                assert!(skipped.contains("/ca: line "), "{skipped}");
+            }
+        }
+        let alone = load_ca(&files.write("ca", &damaged)).unwrap_err().to_string();
+        assert!(alone.contains(": line "), "{alone}");
+    }
+}
+
+#[test]
+fn load_cert_reads_keys_as_go_does() {
+    use base64::Engine as _;
+    let files = Files::new();
+    let (pem, key) = node();
+    files.write("c", &pem);
+    let pkcs8 = key.serialize_pem();
+    for text in [
+        pkcs8.replace("PRIVATE KEY", "EC PRIVATE KEY"),
+        pkcs8.replace("PRIVATE KEY", "RSA PRIVATE KEY"),
+        pkcs8.replace("PRIVATE KEY", "ANY PRIVATE KEY"),
+        format!(
+            "-----BEGIN EC PARAMETERS-----\nBggqhkjOPQMBBw==\n-----END EC PARAMETERS-----\n{pkcs8}"
+        ),
+        format!("Bag Attributes\n    localKeyID: 01\nKey Attributes: <No Attributes>\n{pkcs8}"),
+        pkcs8.replace('\n', "\r\n"),
+        format!("{}{pem}", pkcs8.trim_end()),
+        format!("{}{pkcs8}", pem.trim_end()),
+        format!("{pkcs8}-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n"),
+    ] {
+        files.write("k", &text);
+        assert!(files.load("c", "k").is_ok(), "{text}");
+    }
+    let der = |bytes: &[u8]| base64::engine::general_purpose::STANDARD.encode(bytes);
+    let locked = "Proc-Type: 4,ENCRYPTED\nDEK-Info: AES-128-CBC,6F73\n\n";
+    let begin = "-----BEGIN PRIVATE KEY-----\n";
+    let certificate = CertificateDer::from_pem_slice(pem.as_bytes()).unwrap();
+    for (contents, expected) in [
+        (
+            pkcs8.replace(begin, &format!("{begin}{locked}")).into_bytes(),
+            "k: line 1: the private key is encrypted",
+        ),
+        (
+            pkcs8.replace("PRIVATE", "ENCRYPTED PRIVATE").into_bytes(),
+            "k: line 1: the private key is encrypted",
+        ),
+        (
+            pkcs8.replace("PRIVATE", "OPENSSH PRIVATE").into_bytes(),
+            "k: line 1: the private key has the format of Open",
+        ),
+        (
+            pkcs8.replace("PRIVATE", "DSA PRIVATE").into_bytes(),
+            "k: line 1: the private key is damaged or of a kind",
+        ),
+        (pkcs8.replace("PRIVATE", "PUBLIC").into_bytes(), "k: contains no private key"),
+        (
+            pkcs8.as_bytes()[..80].to_vec(),
+            "k: line 1: the private key is not read: it has no END line",
+        ),
+        (
+            pkcs8.as_bytes()[28..].to_vec(),
+            "k: line 4: the private key is not read: it has an END line and no BEGIN",
+        ),
+        (
+            key.serialize_der(),
+            "k: is a private key in DER: convert it to PEM (openssl pkey -inform DER",
+        ),
+        (
+            certificate.to_vec(),
+            "k: is a certificate in DER: convert it to PEM (openssl x509 -inform DER",
+        ),
+        (der(pkcs8.as_bytes()).into_bytes(), "k: is PEM in Base64"),
+        (der(&key.serialize_der()).into_bytes(), "k: is Base64 without its -----BEGIN"),
+        (b"\xfe\xed\xfe\xed\0\0\0\x02".to_vec(), "k: is a Java keystore"),
+        (b"\xff\xfe-\0-\0".to_vec(), "k: is UTF-16: save it as UTF-8"),
+        (b" \n".to_vec(), "k: is empty"),
+    ] {
+        files.write("k", &contents);
+        let error = files.load("c", "k").unwrap_err();
+        assert!(error.starts_with(expected), "{expected}: {error}");
+        assert!(!error.contains("MIG"), "{error}");
+    }
+    let other = KeyPair::generate_for(&rcgen::PKCS_ED25519).unwrap();
+    files.write("k", format!("{}{pkcs8}", other.serialize_pem()));
+    assert_eq!(
+        files.load("c", "k").unwrap_err(),
+        "k: line 1: the private key does not belong to the certificate in c: the key is Ed25519, and that of the \
+         certificate is ECDSA on P-256"
     );
 }
 

@@ -16,9 +16,12 @@ mod renew;
 mod report;
 
 use std::io;
+use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::SystemTime;
+
+use jackstay_core::discovery::address::is_dns_name;
 
 use self::apiservers::Apiservers;
 pub(super) use self::args::{KubeconfigArgs, NodeSetup};
@@ -28,7 +31,7 @@ use self::output::{Destinations, directory_beside, kubeconfig_file, refuse_to_ov
 use self::report::{KubeconfigReport, ReportedCluster, ReportedContext};
 use super::options::EXIT_USAGE;
 use crate::kubeconfig::rewrite::{ClientTrust, KeyChange, LocalEndpoint, point_at, revert};
-use crate::kubeconfig::setup::{self, OutputFile, SetupMode, SetupPlan, SetupRequest};
+use crate::kubeconfig::setup::{self, OutputFile, SetupMode, SetupPlan, SetupRequest, node_name};
 use crate::kubeconfig::{
     KubeconfigFiles, KubeconfigPaths, ResolvedContext, ServerUrl, find_cluster_mut,
     kubeconfig_yaml, recorded_configuration, recorded_original,
@@ -125,6 +128,8 @@ impl Draft {
         let context = ResolvedContext::resolve(&files.merged(None)?, args.context.as_deref())?;
         let destinations = Destinations::new(args, files, &context)?;
         let address = local_address(args, &context)?;
+        let (node_name, name_note) = node_name(args)?;
+        check_server_name(args)?;
         if args.discover && destinations.config.is_none() {
             let why = "--discover finds apiservers for a configuration: add --mode";
             return Err(Failure::input(why));
@@ -134,7 +139,8 @@ impl Draft {
         let plan = match &destinations.config {
             None => None,
             Some(file) => {
-                Some(setup::plan(&context, &setup_request(args, &address, file, &apiservers)?)?)
+                let request = setup_request(args, &address, file, &apiservers, &node_name)?;
+                Some(setup::plan(&context, &request)?)
             }
         };
         let trust = trust(args, &context, &address, plan.as_ref(), (&apiservers, &path))?;
@@ -142,7 +148,8 @@ impl Draft {
         let endpoint = LocalEndpoint { address: address.address(), trust, configuration };
         let (kubeconfig, changes) =
             rewrite_kubeconfig(args, files, &context, &destinations, &endpoint)?;
-        let notes = notes(&context, (&apiservers, &path), plan.as_ref(), &endpoint.trust);
+        let mut notes = notes(&context, (&apiservers, &path), plan.as_ref(), &endpoint.trust);
+        notes.extend(name_note);
         let mut warnings = plan.as_ref().map(|plan| plan.warnings.clone()).unwrap_or_default();
         warnings.extend(apiservers.warnings);
         Ok(Self {
@@ -254,6 +261,7 @@ fn setup_request(
     address: &ServerUrl,
     config: &Path,
     apiservers: &Apiservers,
+    node_name: &str,
 ) -> io::Result<SetupRequest> {
     let absolute = |file: &Option<PathBuf>| file.as_deref().map(std::path::absolute).transpose();
     Ok(SetupRequest {
@@ -267,9 +275,38 @@ fn setup_request(
         shared_name: apiservers.names.shared_name().map(ToOwned::to_owned),
         ca_file: absolute(&args.ca_file)?,
         client_ca_file: absolute(&args.client_ca_file)?,
-        node_name: args.node_name.clone().unwrap_or_else(host_name),
+        node_name: node_name.to_owned(),
         now: SystemTime::now(),
         state: args.state_dir.clone(),
+    })
+}
+
+/// Checks the name that clients verify, which stands in the kubeconfig and in SNI.
+fn check_server_name(args: &KubeconfigArgs) -> Result<(), Failure> {
+    match &args.tls_server_name {
+        Some(name) if name.parse::<IpAddr>().is_err() && !is_dns_name(name) => Err(Failure::Input(
+            format!("--tls-server-name {name:?}: it is neither a DNS name nor an IP address"),
+        )),
+        _ => Ok(()),
+    }
+}
+
+/// The name of this machine in the serving certificate; empty if its host name cannot be one, with a note.
+fn node_name(args: &KubeconfigArgs) -> Result<(String, Option<String>), Failure> {
+    if let Some(name) = &args.node_name {
+        let refuse = |error| Failure::Input(format!("--node-name {name:?}: {error}"));
+        return node_name::parse(name).map(|name| (name, None)).map_err(refuse);
+    }
+    let name = host_name();
+    Ok(match node_name::parse(&name) {
+        Ok(name) => (name, None),
+        Err(_) if args.mode != Some(SetupMode::Terminate) => (String::new(), None),
+        Err(error) => {
+            let note = format!(
+                "the host name {name:?} is not in the serving certificate: {error}; --node-name gives another"
+            );
+            (String::new(), Some(note))
+        }
     })
 }
 

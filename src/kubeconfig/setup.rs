@@ -6,6 +6,7 @@
 
 mod config_file;
 mod error;
+pub mod node_name;
 mod plan;
 pub mod renewal;
 mod serving;

@@ -12,6 +12,7 @@ mod support;
 
 mod heads;
 mod peer;
+mod names;
 mod pem;
 mod table;
 mod websocket;

@@ -9,6 +9,7 @@ use kube::config::Cluster;
 use rustls::pki_types::CertificateDer;
 
 use super::error::SetupError;
+use super::node_name;
 use super::plan::OutputFile;
 use super::serving::ServingFiles;
 use crate::net::tls::certificate::cert_info;
@@ -48,8 +49,10 @@ pub fn plan(serving: &Path, now: SystemTime, force: bool) -> Result<Renewal, Set
     }
     let old_ca = cert_info(&existing.ca[0]).map_err(SetupError::LocalCaCertificate)?;
     let name = old_ca.subject.common_name().unwrap_or("jackstay");
-    let created =
-        local_ca::create_serving_cert(name, &existing.names, now).map_err(SetupError::Issue)?;
+    // An earlier version accepted names that kubectl refuses in a CA.
+    let names: Vec<String> =
+        existing.names.iter().filter_map(|name| node_name::parse(name).ok()).collect();
+    let created = local_ca::create_serving_cert(name, &names, now).map_err(SetupError::Issue)?;
     let mut ca_pem = created.ca.clone().into_bytes();
     if now < old_ca.not_after {
         ca_pem.extend_from_slice(first_certificate(&existing.ca_pem));

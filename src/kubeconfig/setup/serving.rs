@@ -122,7 +122,10 @@ pub(super) fn plan(
     let ca_pem = if let Some(existing) = current {
         existing.ca_pem
     } else {
-        let ca_name = format!("jackstay on {}", request.node_name);
+        let ca_name = match request.node_name.as_str() {
+            "" => "jackstay".to_owned(),
+            name => format!("jackstay on {name}"),
+        };
         let created = local_ca::create_serving_cert(&ca_name, &names, request.now)
             .map_err(SetupError::Issue)?;
         let ca_pem = created.ca.clone().into_bytes();

@@ -36,6 +36,9 @@ const DAY: Duration = Duration::from_secs(24 * 3600);
 /// Lifetime of the CA and of a serving certificate: one year, as kubeadm's serving certificates.
 const LIFETIME: Duration = Duration::from_secs(365 * 24 * 3600);
 
+/// Maximum length of a common name in characters (RFC 5280 appendix A.1, `ub-common-name`).
+const MAX_COMMON_NAME: usize = 64;
+
 /// Why the local CA cannot be used, or a certificate cannot be issued or renewed.
 #[derive(Debug)]
 pub enum LocalCaError {
@@ -75,7 +78,12 @@ impl fmt::Display for LocalCaError {
             }
             Self::Issuer(file, error) => write!(f, "{}: {error}", file.display()),
             Self::Expired(subject) => write!(f, "the local CA ({subject}) has expired"),
-            Self::Name(name) => write!(f, "{name:?} cannot stand in a certificate"),
+            Self::Name(name) => {
+                write!(
+                    f,
+                    "{name:?} cannot stand in a certificate: it is neither a DNS name nor an IP address"
+                )
+            }
             Self::Generate(error) => error.fmt(f),
             Self::AltNames(file, error) => write!(f, "{}: {error}", file.display()),
             Self::SeparateKey(file) => {
@@ -169,14 +177,14 @@ impl LocalCa {
     /// `localhost` and `names`. Returns it with its certificate and key.
     ///
     /// # Errors
-    /// A key cannot be generated, or the name is not valid in a certificate.
+    /// A key cannot be generated, or one of `names` is not valid in the constraints of a CA.
     pub fn create(
         name: &str,
         names: &[String],
         now: SystemTime,
     ) -> Result<(Self, IssuedCertificate), LocalCaError> {
         let mut params = params(name, now - DAY, now + LIFETIME);
-        params.name_constraints = Some(constraints(names));
+        params.name_constraints = Some(constraints(names)?);
         params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
         params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
         let key = KeyPair::generate().map_err(LocalCaError::Generate)?;
@@ -239,32 +247,44 @@ impl LocalCa {
     }
 }
 
+/// Whether Go reads a CA with this DNS constraint (`crypto/x509`, `domainToReverseLabels`).
+fn is_dns_constraint(name: &str) -> bool {
+    name.split('.')
+        .all(|label| !label.is_empty() && label.bytes().all(|byte| byte.is_ascii_graphic()))
+}
+
 /// Permits loopback addresses, `localhost` and `names` (RFC 5280 section 4.2.1.10). A DNS name permits the names
 /// below it too.
-fn constraints(names: &[String]) -> NameConstraints {
+///
+/// # Errors
+/// A name is neither an IP address nor a DNS name that Go reads.
+fn constraints(names: &[String]) -> Result<NameConstraints, LocalCaError> {
     let loopback = [
         GeneralSubtree::DnsName("localhost".to_owned()),
         GeneralSubtree::IpAddress(CidrSubnet::from_v4_prefix([127, 0, 0, 0], 8)),
         GeneralSubtree::IpAddress(CidrSubnet::from_addr_prefix(Ipv6Addr::LOCALHOST.into(), 128)),
     ];
-    let others = names.iter().filter_map(|name| match name.parse::<IpAddr>() {
+    let subtree = |name: &String| match name.parse::<IpAddr>() {
         Ok(address) if address.is_loopback() => None,
         Ok(address) => {
             let bits = if address.is_ipv4() { 32 } else { 128 };
-            Some(GeneralSubtree::IpAddress(CidrSubnet::from_addr_prefix(address, bits)))
+            Some(Ok(GeneralSubtree::IpAddress(CidrSubnet::from_addr_prefix(address, bits))))
         }
         Err(_) if name == "localhost" => None,
-        Err(_) => Some(GeneralSubtree::DnsName(name.clone())),
-    });
-    NameConstraints {
-        permitted_subtrees: loopback.into_iter().chain(others).collect(),
+        Err(_) if is_dns_constraint(name) => Some(Ok(GeneralSubtree::DnsName(name.clone()))),
+        Err(_) => Some(Err(LocalCaError::Name(name.clone()))),
+    };
+    let others = names.iter().filter_map(subtree);
+    Ok(NameConstraints {
+        permitted_subtrees: loopback.into_iter().map(Ok).chain(others).collect::<Result<_, _>>()?,
         excluded_subtrees: Vec::new(),
-    }
+    })
 }
 
 fn params(name: &str, not_before: SystemTime, not_after: SystemTime) -> CertificateParams {
     let mut params = CertificateParams::default();
     params.distinguished_name = DistinguishedName::new();
+    let name: String = name.chars().take(MAX_COMMON_NAME).collect();
     params.distinguished_name.push(DnType::CommonName, name);
     params.use_authority_key_identifier_extension = true;
     let at = |time: SystemTime| {
@@ -514,6 +534,19 @@ mod tests {
                 verify_with_webpki(&created.certificate, &both.certificate, "localhost", now);
             assert_eq!(result.is_ok(), valid, "localhost and {name}: {result:?}");
         }
+    }
+
+    #[test]
+    fn create_refuses_names_that_go_does_not_read_in_constraints() {
+        let now = UNIX_EPOCH + 20_000 * DAY;
+        for name in ["my host", "node-1.example.com.", "nœud-1", "node..1", ".node", "", "a\u{7f}"]
+        {
+            let result = LocalCa::create("test", &names(&[name]), now);
+            assert!(matches!(&result, Err(LocalCaError::Name(of)) if of == name), "{name}");
+        }
+        let long = format!("jackstay on {}", "a".repeat(200));
+        let (_, created) = LocalCa::create(&long, &names(&["node_1"]), now).unwrap();
+        assert!(issuer_name(&der(&created.certificate)).len() < 70);
     }
 
     #[test]

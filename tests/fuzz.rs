@@ -49,8 +49,8 @@ macro_rules! targets {
 }
 
 targets! {
-    certificate config endpoint_objects endpoints_file features frames gzip hello http1_connection http2_connection
-    kubeconfig request state_file takeover watch
+    arguments certificate config endpoint_objects endpoints_file environment features frames gzip hello
+    http1_connection http2_connection kubeconfig node_name pem request server_url state_file takeover watch
 }
 
 #[test]

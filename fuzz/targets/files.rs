@@ -3,12 +3,13 @@
 use std::path::Path;
 use std::time::{Duration, SystemTime};
 
-use jackstay::config::{parse_duration, parse_size, validate_text};
+use jackstay::config::{format_duration, format_size, parse_duration, parse_size, validate_text};
 use jackstay::control::discovery::{file, state_file};
 use jackstay::kubeconfig::rewrite::{ClientTrust, LocalEndpoint, point_at, revert};
 use jackstay::kubeconfig::{KubeconfigFile, ResolvedContext, ServerUrl, kubeconfig_yaml};
 use jackstay_core::discovery::address::EndpointAddress;
 use jackstay_sys::files::authorization;
+use kube::config::{Kubeconfig, NamedCluster};
 
 /// A configuration: it is valid, or there is an error.
 pub(super) fn config(bytes: &[u8]) {
@@ -17,7 +18,14 @@ pub(super) fn config(bytes: &[u8]) {
         assert!(!errors.0.is_empty());
     }
     let line = text.lines().next().unwrap_or_default();
-    let _ = (parse_duration(line), parse_size(line));
+    if let Ok(duration) = parse_duration(line) {
+        let written = format_duration(duration);
+        let again = parse_duration(&written).map(format_duration);
+        assert_eq!(again.as_ref(), Ok(&written), "{line:?}");
+    }
+    if let Ok(size) = parse_size(line) {
+        assert_eq!(parse_size(&format_size(size)), Ok(size), "{line:?}");
+    }
 }
 
 /// A kubeconfig: what is written can be read again, and a revert restores the cluster.
@@ -28,6 +36,13 @@ pub(super) fn kubeconfig(bytes: &[u8]) {
     let mut config = file.with_absolute_paths();
     let names: Vec<String> = config.contexts.iter().map(|named| named.name.clone()).collect();
     let _ = ResolvedContext::resolve(&config, None);
+    let entries = |config: &Kubeconfig| {
+        let text = |cluster: &NamedCluster| serde_json::to_string(cluster).expect("JSON");
+        let clusters: Vec<String> = config.clusters.iter().map(text).collect();
+        let others = (&config.auth_infos, &config.contexts, &config.current_context);
+        (clusters, serde_json::to_string(&others).expect("JSON"))
+    };
+    let before = entries(&config);
     for name in &names {
         let Ok(context) = ResolvedContext::resolve(&config, Some(name)) else { continue };
         let trust = ClientTrust::Apiserver(Some("kubernetes".to_owned()));
@@ -37,6 +52,12 @@ pub(super) fn kubeconfig(bytes: &[u8]) {
         let Some(cluster) = named.next() else { continue };
         point_at(cluster, &context.server, &endpoint);
         assert_eq!(cluster.tls_server_name.as_deref(), Some("kubernetes"));
+        let rewritten = entries(&config);
+        assert_eq!(rewritten.1, before.1, "only a cluster changes");
+        let pairs = rewritten.0.iter().zip(&before.0);
+        assert!(pairs.filter(|(now, before)| now != before).count() <= 1);
+        let mut named = config.clusters.iter_mut().filter_map(|named| named.cluster.as_mut());
+        let Some(cluster) = named.next() else { continue };
         revert(cluster);
         let reverted = cluster.clone();
         point_at(cluster, &context.server, &endpoint);

@@ -2,6 +2,7 @@
 //!
 //! `fuzz/fuzz_targets` runs them with libFuzzer, `tests/fuzz.rs` on a stable toolchain.
 
+mod cli;
 mod connection;
 mod files;
 mod http;
@@ -14,11 +15,13 @@ mod watch;
 pub type Target = fn(&[u8]);
 
 /// The targets. Each name is that of a folder in `tests/corpus`.
-pub const TARGETS: [(&str, Target); 15] = [
+pub const TARGETS: [(&str, Target); 20] = [
+    ("arguments", cli::arguments),
     ("certificate", tls::certificate),
     ("config", files::config),
     ("endpoint_objects", watch::endpoint_objects),
     ("endpoints_file", files::endpoints_file),
+    ("environment", cli::environment),
     ("features", watch::features),
     ("frames", http::frames),
     ("gzip", watch::gzip),
@@ -26,7 +29,10 @@ pub const TARGETS: [(&str, Target); 15] = [
     ("http1_connection", connection::http1_connection),
     ("http2_connection", connection::http2_connection),
     ("kubeconfig", files::kubeconfig),
+    ("node_name", cli::node_name),
+    ("pem", cli::pem),
     ("request", http::request),
+    ("server_url", cli::server_url),
     ("state_file", files::state_file),
     ("takeover", takeover::takeover),
     ("watch", watch::watch),

@@ -153,6 +153,14 @@ fn parse(arguments: &[OsString]) -> Result<Cli, clap::Error> {
     Cli::from_arg_matches_mut(&mut matches).map_err(|error| error.format(&mut command))
 }
 
+/// Checks arguments, of which the first is the program name, and runs no command.
+///
+/// # Errors
+/// What the program prints for them: an error, or a help text.
+pub fn check_arguments(arguments: &[OsString]) -> Result<(), String> {
+    parse(arguments).map(drop).map_err(|error| error.to_string())
+}
+
 /// Runs the command line of this process.
 pub fn main() -> ExitCode {
     let cli = match parse(&env::args_os().collect::<Vec<_>>()) {

@@ -15,6 +15,10 @@ use tempfile::NamedTempFile;
 
 use super::process::sandbox::file_rules;
 
+mod update;
+
+pub use update::{create_directory, stage_update};
+
 /// Mode of files that only the owner may read: keys, kubeconfigs.
 pub const PRIVATE: u32 = 0o600;
 /// Mode of files that every user may read: certificates, configuration.
@@ -75,12 +79,21 @@ pub fn replace(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
     stage(path, bytes, mode)?.commit()
 }
 
-/// A new content of a file under a temporary name in the same directory. The temporary file is removed when
-/// this is dropped.
+/// A new content of a file under a temporary name. The temporary file is removed when this is dropped.
 #[derive(Debug)]
 pub struct StagedFile {
     temporary: NamedTempFile,
     path: PathBuf,
+    replacement: Replacement,
+}
+
+/// How a new content gets to its place.
+#[derive(Debug)]
+enum Replacement {
+    /// The temporary file takes the name of the old one.
+    Rename,
+    /// The content is written into the file, which had the content `old`.
+    WriteInto { file: File, old: Vec<u8> },
 }
 
 /// Writes the new content of `path` to the disk under a temporary name. The parameters are those of
@@ -89,16 +102,31 @@ pub struct StagedFile {
 /// # Errors
 /// What the file system returns.
 pub fn stage(path: &Path, bytes: &[u8], mode: u32) -> io::Result<StagedFile> {
-    let path = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+    stage_at(fs::canonicalize(path).unwrap_or_else(|_| path.to_owned()), bytes, mode)
+}
+
+/// Stages a file whose path has no symbolic link.
+fn stage_at(path: PathBuf, bytes: &[u8], mode: u32) -> io::Result<StagedFile> {
+    let temporary = temporary_for(&path, bytes, mode, directory_of(&path))?;
+    Ok(StagedFile { temporary, path, replacement: Replacement::Rename })
+}
+
+/// A file with the new content of `path`, in a directory.
+fn temporary_for(
+    path: &Path,
+    bytes: &[u8],
+    mode: u32,
+    directory: &Path,
+) -> io::Result<NamedTempFile> {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let mut temporary = tempfile::Builder::new()
         .prefix(&format!(".{name}{TEMPORARY}"))
         .permissions(Permissions::from_mode(mode))
-        .tempfile_in(directory_of(&path))?;
+        .tempfile_in(directory)?;
     temporary.write_all(bytes)?;
     // The content reaches the disk before the name does: a power failure leaves the old file or the new one.
     temporary.as_file().sync_all()?;
-    Ok(StagedFile { temporary, path })
+    Ok(temporary)
 }
 
 impl StagedFile {
@@ -107,14 +135,22 @@ impl StagedFile {
         self.temporary.path()
     }
 
-    /// Replaces the file atomically.
+    /// Replaces the content of the file, atomically unless it must be written into ([`stage_update`]).
     ///
     /// # Errors
     /// What the file system returns. The old file is then unchanged, unless only the final sync of the
     /// directory failed.
     pub fn commit(self) -> io::Result<()> {
-        self.temporary.persist(&self.path).map_err(|failed| failed.error)?;
-        File::open(directory_of(&self.path))?.sync_all()
+        let Self { temporary, path, replacement } = self;
+        match replacement {
+            Replacement::Rename => {
+                temporary.persist(&path).map_err(|failed| failed.error)?;
+                File::open(directory_of(&path))?.sync_all()
+            }
+            Replacement::WriteInto { file, old } => {
+                update::write_into(file, &old, &fs::read(temporary.path())?)
+            }
+        }
     }
 }
 

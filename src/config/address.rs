@@ -2,7 +2,7 @@
 
 use std::error::Error;
 use std::fmt;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use jackstay_core::discovery::address::{
     EndpointAddress, HostPortError, parse_ip, quote, split_host_port,
@@ -56,10 +56,10 @@ pub(super) fn parse_bind(text: &str) -> Result<SocketAddr, BindError> {
 /// The addresses of an endpoint that are known without a DNS lookup: both loopback addresses for
 /// `localhost`, none for a DNS name.
 pub(super) fn addresses_of(endpoint: &EndpointAddress) -> Vec<SocketAddr> {
-    let ips = match endpoint.host.parse::<IpAddr>() {
-        Ok(ip) => vec![ip],
-        Err(_) if endpoint.is_name() => vec![],
-        Err(_) => vec![Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()],
+    let ips = match endpoint.ip() {
+        Some(ip) => vec![ip],
+        None if endpoint.is_name() => vec![],
+        None => vec![Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()],
     };
     ips.into_iter().map(|ip| SocketAddr::new(ip, endpoint.port)).collect()
 }

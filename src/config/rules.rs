@@ -112,8 +112,11 @@ fn unique_binds(binds: &[Located<SocketAddr>], report: &Report) {
 
 fn unique_endpoints(endpoints: &[Located<EndpointAddress>], report: &Report) {
     let is_same = |a: &EndpointAddress, b: &EndpointAddress| {
-        let is_same_name = a.port == b.port && a.tls_name() == b.tls_name();
-        is_same_name || addresses_of(a).iter().any(|address| addresses_of(b).contains(address))
+        let is_same_ip = || {
+            a.zone() == b.zone()
+                && addresses_of(a).iter().any(|address| addresses_of(b).contains(address))
+        };
+        a.is_same(b) || is_same_ip()
     };
     for ((path, endpoint), (first, other)) in repeated(endpoints, is_same) {
         let message = if other == endpoint {

@@ -11,6 +11,7 @@ use futures_util::future::join_all;
 use hickory_resolver::config::NameServerConfig;
 use hickory_resolver::net::{DnsError, NetError};
 use hickory_resolver::proto::rr::{Name, RecordType};
+use jackstay_core::discovery::address::split_zone;
 use jackstay_sys::{clock, files};
 use tokio::time::timeout;
 
@@ -90,7 +91,7 @@ impl Resolver {
     /// The addresses of a host. An IP address, `localhost` (RFC 6761 section 6.3) and a name in the
     /// hosts file need no name server.
     pub async fn resolve(&mut self, host: &str) -> Resolution {
-        if let Ok(ip) = host.parse::<IpAddr>() {
+        if let Ok(ip) = split_zone(host).0.parse::<IpAddr>() {
             return Resolution::Addresses(vec![ip]);
         }
         if host.trim_end_matches('.').eq_ignore_ascii_case("localhost") {

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use futures_util::future::join_all;
 use futures_util::stream::{FuturesUnordered, StreamExt};
+use jackstay_core::discovery::address::parse_ip;
 use jackstay_core::kubernetes_version::ServerVersion;
 use jackstay_sys::clock;
 use jackstay_sys::utc::{Utc, wall_clock};
@@ -86,7 +87,7 @@ async fn siblings(targets: &[(Target, Resolution)], until: Instant) -> Vec<(Targ
     let mut answers: FuturesUnordered<_> = authenticated
         .map(|(target, resolution)| async move {
             let Resolution::Addresses(ips) = resolution else { return None };
-            let address = SocketAddr::new(*ips.first()?, target.port);
+            let address = target.socket_address(*ips.first()?);
             let members = timeout_at(deadline.into(), members(target, address)).await;
             Some((target, members.ok()??))
         })
@@ -183,7 +184,7 @@ async fn examine_endpoint(
     if loops_to.is_some() {
         return endpoint;
     }
-    let address = SocketAddr::new(*ip, target.port);
+    let address = target.socket_address(*ip);
     let fresh;
     (endpoint.version, endpoint.host_routing, fresh, endpoint.long_lived, endpoint.idle) = tokio::join!(
         version(target, address, until),
@@ -240,12 +241,12 @@ async fn connect_once(
     });
     let text = match resolution {
         Resolution::Addresses(ips) => {
-            if target.host.parse::<IpAddr>().is_err() {
+            if parse_ip(&target.host).is_none() {
                 timer.done(Step::Resolve);
             }
             // Each round uses the next address of the name.
             let ip = ips[round as usize % ips.len()];
-            return probe::fresh(timer, SocketAddr::new(ip, target.port), &target.peer).await;
+            return probe::fresh(timer, target.socket_address(ip), &target.peer).await;
         }
         Resolution::NoSuchName => "no such name".to_owned(),
         Resolution::NoAnswer(text) => text,

@@ -1,7 +1,6 @@
 //! Requests the state of a node: whether it is Ready, and when its kubelet renewed the lease.
 
 use std::fmt;
-use std::net::SocketAddr;
 use std::time::{Duration, SystemTime};
 
 use jackstay_sys::clock;
@@ -71,7 +70,7 @@ async fn request(
     };
     let mut opened = Err("the name has no address".to_owned());
     for ip in ips {
-        let address = SocketAddr::new(ip, target.port);
+        let address = target.socket_address(ip);
         let attempt = open(&mut StepTimer::start(clock::now()), address, &target.peer).await;
         opened = attempt.map_err(|failure| failure.text);
         if opened.is_ok() {

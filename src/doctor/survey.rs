@@ -13,6 +13,7 @@ use std::time::Duration;
 
 use futures_util::future::join_all;
 use http::uri::Authority;
+use jackstay_core::discovery::address::tls_name;
 use jackstay_sys::clock;
 use tokio::sync::Mutex;
 use tokio::task::LocalSet;
@@ -260,8 +261,7 @@ async fn survey_endpoint(
     let _ = timeout(LIMIT, async {
         match resolver.lock().await.resolve(&target.host).await {
             Resolution::Addresses(ips) => {
-                result.addresses =
-                    ips.into_iter().map(|ip| SocketAddr::new(ip, target.port)).collect();
+                result.addresses = ips.into_iter().map(|ip| target.socket_address(ip)).collect();
             }
             Resolution::NoSuchName => result.fail(NoResponse::wrong("no such name")),
             Resolution::NoAnswer(why) => result.fail(NoResponse::timed_out(why)),
@@ -321,7 +321,7 @@ fn certificate_names(
         Err(failure) => return Err(NoNames::NoConnection(failure.text.clone())),
     };
     let der = target.verifier.last_certificate().ok_or(NoNames::NoCertificate)?;
-    let (address, host) = (target.address.clone(), target.host.clone());
+    let (address, host) = (target.address.clone(), tls_name(&target.host).to_owned());
     let names = subject_alt_names(&der).map_err(NoNames::Unreadable)?;
     Ok(CertificateNames { address, host, names, is_verified })
 }

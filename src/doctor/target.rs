@@ -4,14 +4,15 @@
 use std::error::Error;
 use std::fmt;
 use std::io;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use http::HeaderValue;
 use http::uri::Authority;
-use jackstay_core::discovery::address::tls_name;
+use jackstay_core::discovery::address::{split_zone, tls_name};
 use jackstay_core::request::path_prefix::{PathPrefix, PathPrefixError};
+use jackstay_sys::sockets::zone;
 use rustls::RootCertStore;
 use rustls::pki_types::ServerName;
 use rustls::server::VerifierBuilderError;
@@ -374,6 +375,11 @@ impl Target {
             }
         }
         found
+    }
+
+    /// The socket address of the host, which has this IP address.
+    pub(super) fn socket_address(&self, ip: IpAddr) -> SocketAddr {
+        zone::socket_address(ip, self.port, split_zone(&self.host).1)
     }
 
     /// The client certificate that is presented to the server.

@@ -25,7 +25,7 @@ mod version;
 
 use std::error::Error;
 use std::fmt;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
@@ -44,6 +44,7 @@ use jackstay_core::probe::answers::{ProbeAnswers, RefusalMeaning};
 pub use jackstay_core::probe::schedule::ProbeTrigger;
 use jackstay_core::request::start_up::Uptime;
 use jackstay_sys::clock;
+use jackstay_sys::sockets::zone;
 use jackstay_sys::utc::{Utc, wall_clock};
 use rustls::pki_types::ServerName;
 use tokio::sync::Notify;
@@ -188,9 +189,9 @@ impl Endpoint {
     /// addresses without a DNS query (RFC 6761 section 6.3).
     pub fn socket_addresses(&self) -> Vec<SocketAddr> {
         let port = self.address.port;
-        match self.address.host.parse::<IpAddr>() {
-            Ok(ip) => vec![SocketAddr::new(ip, port)],
-            Err(_) => vec![
+        match self.address.ip() {
+            Some(ip) => vec![zone::socket_address(ip, port, self.address.zone())],
+            None => vec![
                 SocketAddr::new(Ipv4Addr::LOCALHOST.into(), port),
                 SocketAddr::new(Ipv6Addr::LOCALHOST.into(), port),
             ],

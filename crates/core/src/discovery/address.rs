@@ -120,7 +120,7 @@ impl From<HostPortError> for AddressError {
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct EndpointAddress {
     /// IP address without brackets, `localhost`, or a DNS name in lower case. A final dot is kept: such a name has no
-    /// [search list](super::search_list).
+    /// [search list](super::search_list). A link-local IPv6 address may have a zone, as `fe80::1%eth0`.
     pub host: String,
     /// TCP port.
     pub port: u16,
@@ -146,16 +146,15 @@ impl EndpointAddress {
         if port == 0 {
             return Err(AddressError::PortZero { text: text.to_owned() });
         }
-        let host = match parse_ip(host) {
+        match parse_ip(host) {
             Some(ip) if ip.is_unspecified() || ip.is_multicast() || ip == Ipv4Addr::BROADCAST => {
-                return Err(AddressError::NotUnicast { text: text.to_owned() });
+                Err(AddressError::NotUnicast { text: text.to_owned() })
             }
-            Some(ip) => ip.to_string(),
-            None if is_localhost(host) => LOCALHOST.to_owned(),
-            None if is_dns_name(host) => host.to_ascii_lowercase(),
-            None => return Err(AddressError::InvalidHost { host: host.to_owned() }),
-        };
-        Ok(Self { host, port })
+            _ => match normal_host(host) {
+                Some(host) => Ok(Self { host, port }),
+                None => Err(AddressError::InvalidHost { host: host.to_owned() }),
+            },
+        }
     }
 
     /// The host as certificates and SNI name it (RFC 6066 section 3): without a final dot.
@@ -163,9 +162,57 @@ impl EndpointAddress {
         tls_name(&self.host)
     }
 
+    /// The IP address of the host, without its zone.
+    pub fn ip(&self) -> Option<IpAddr> {
+        split_zone(&self.host).0.parse().ok()
+    }
+
+    /// The zone of the IP address.
+    pub fn zone(&self) -> Option<&str> {
+        split_zone(&self.host).1
+    }
+
     /// Whether the host needs a DNS lookup: it is neither an IP address nor `localhost`.
     pub fn is_name(&self) -> bool {
-        self.host != LOCALHOST && self.host.parse::<IpAddr>().is_err()
+        self.host != LOCALHOST && self.ip().is_none()
+    }
+
+    /// Whether clients reach the same server at both addresses: the final dot of a name does not matter.
+    pub fn is_same(&self, other: &Self) -> bool {
+        self.port == other.port
+            && self.tls_name() == other.tls_name()
+            && self.zone() == other.zone()
+    }
+}
+
+/// The normal form of a host, in which equal hosts are equal texts: an IP address without its other spellings,
+/// `localhost`, or a DNS name in lower case. `None` if it is none of these.
+pub fn normal_host(host: &str) -> Option<String> {
+    match parse_ip(host) {
+        Some(ip) => Some(with_zone(ip, host)),
+        None if is_localhost(host) => Some(LOCALHOST.to_owned()),
+        None => is_dns_name(host).then(|| host.to_ascii_lowercase()),
+    }
+}
+
+/// Splits the zone off an IPv6 address (RFC 4007 section 11).
+pub fn split_zone(host: &str) -> (&str, Option<&str>) {
+    match host.split_once('%') {
+        Some((ip, zone)) if is_zone(zone) && ip.parse::<Ipv6Addr>().is_ok() => (ip, Some(zone)),
+        _ => (host, None),
+    }
+}
+
+/// Whether a text can be the name of an interface (`dev_valid_name` of Linux) that a URL may contain.
+fn is_zone(zone: &str) -> bool {
+    (1..16).contains(&zone.len())
+        && zone.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_' | '~'))
+}
+
+fn with_zone(ip: IpAddr, host: &str) -> String {
+    match split_zone(host).1 {
+        Some(zone) if ip.is_ipv6() => format!("{ip}%{zone}"),
+        _ => ip.to_string(),
     }
 }
 
@@ -173,8 +220,9 @@ fn is_localhost(host: &str) -> bool {
     host.strip_suffix('.').unwrap_or(host).eq_ignore_ascii_case(LOCALHOST)
 }
 
-/// See [`EndpointAddress::tls_name`].
+/// See [`EndpointAddress::tls_name`]. A zone is not part of a certificate.
 pub fn tls_name(host: &str) -> &str {
+    let host = split_zone(host).0;
     host.strip_suffix('.').unwrap_or(host)
 }
 
@@ -204,7 +252,8 @@ pub fn split_host_port<'a>(
     if text.contains("//") {
         return fail(HostPortMistake::Url);
     }
-    if text.parse::<Ipv6Addr>().is_ok() {
+    let is_ipv6 = |text: &str| split_zone(text).0.parse::<Ipv6Addr>().is_ok();
+    if is_ipv6(text) {
         return fail(HostPortMistake::Ipv6WithoutPort);
     }
     let Some((host, port)) = text.rsplit_once(':').filter(|(_, port)| !port.contains(']')) else {
@@ -215,7 +264,7 @@ pub fn split_host_port<'a>(
         return fail(HostPortMistake::InvalidPort);
     };
     match host.strip_prefix('[').map(|host| host.strip_suffix(']')) {
-        Some(Some(host)) if host.parse::<Ipv6Addr>().is_ok() => Ok((host, port)),
+        Some(Some(host)) if is_ipv6(host) => Ok((host, port)),
         Some(_) => fail(HostPortMistake::NoIpv6InBrackets),
         None if host.is_empty() => fail(HostPortMistake::NoHost),
         None if host.contains(':') => fail(HostPortMistake::Ipv6WithoutBrackets),
@@ -223,9 +272,9 @@ pub fn split_host_port<'a>(
     }
 }
 
-/// Parses an IP address. An IPv4-mapped IPv6 address (RFC 4291 section 2.5.5.2) becomes the IPv4 address.
+/// Parses an IP address, which may have a zone. An IPv4-mapped IPv6 address (RFC 4291 section 2.5.5.2) becomes the IPv4 address.
 pub fn parse_ip(host: &str) -> Option<IpAddr> {
-    host.parse::<IpAddr>().ok().map(|ip| ip.to_canonical())
+    split_zone(host).0.parse::<IpAddr>().ok().map(|ip| ip.to_canonical())
 }
 
 /// Quotes foreign text for a message: escaped, on one line, at most 80 characters.

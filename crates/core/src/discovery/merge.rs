@@ -116,9 +116,9 @@ pub fn merge(
 /// Makes endpoints of other hosts fallbacks, if there is one on this host, and returns whether there is. `host`: the
 /// addresses of its interfaces.
 pub fn prefer_local(endpoints: &mut [EndpointSpec], host: &[IpAddr]) -> bool {
-    let is_local = |spec: &EndpointSpec| match spec.address.host.parse::<IpAddr>() {
-        Ok(ip) => ip.to_canonical().is_loopback() || host.contains(&ip.to_canonical()),
-        Err(_) => spec.address.host == "localhost",
+    let is_local = |spec: &EndpointSpec| match spec.address.ip() {
+        Some(ip) => ip.to_canonical().is_loopback() || host.contains(&ip.to_canonical()),
+        None => spec.address.host == "localhost",
     };
     let has_local = endpoints.iter().any(is_local);
     if has_local {

@@ -38,9 +38,9 @@ impl OwnAddresses {
 
 /// The socket addresses of an endpoint address. Its host is an IP address or `localhost`.
 fn targets(address: &EndpointAddress) -> Vec<SocketAddr> {
-    let ips = match address.host.parse::<IpAddr>() {
-        Ok(ip) => vec![ip.to_canonical()],
-        Err(_) => vec![Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()],
+    let ips = match address.ip() {
+        Some(ip) => vec![ip.to_canonical()],
+        None => vec![Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()],
     };
     ips.into_iter().map(|ip| SocketAddr::new(ip, address.port)).collect()
 }

@@ -63,3 +63,4 @@ pub mod tcp_info;
 pub mod tcp_options;
 pub mod tracked_stream;
 pub mod tunnel_stream;
+pub mod zone;

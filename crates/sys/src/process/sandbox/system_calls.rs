@@ -101,6 +101,8 @@ pub const COMMON: &[SystemCall] = calls![
         &[Is(1, libc::FIONREAD as i32)],
         &[Is(1, libc::TIOCOUTQ as i32)],
         &[Is(1, libc::TCGETS as i32)],
+        // The interface of an address with a zone.
+        &[Is(1, libc::SIOCGIFINDEX as i32)],
         &[Is(1, libc::TIOCGWINSZ as i32)]
     ),
     // Files, within the limits of Landlock.

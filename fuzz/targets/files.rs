@@ -30,9 +30,8 @@ pub(super) fn config(bytes: &[u8]) {
 
 /// A kubeconfig: what is written can be read again, and a revert restores the cluster.
 pub(super) fn kubeconfig(bytes: &[u8]) {
-    let Ok(text) = std::str::from_utf8(bytes) else { return };
     let path = Path::new("/etc/kubeconfig");
-    let Ok(file) = KubeconfigFile::parse(path, text) else { return };
+    let Ok(file) = KubeconfigFile::parse(path, bytes) else { return };
     let mut config = file.with_absolute_paths();
     let names: Vec<String> = config.contexts.iter().map(|named| named.name.clone()).collect();
     let _ = ResolvedContext::resolve(&config, None);
@@ -65,7 +64,7 @@ pub(super) fn kubeconfig(bytes: &[u8]) {
         assert_eq!(format!("{:?}", reverted.server), format!("{:?}", cluster.server));
     }
     if let Ok(written) = kubeconfig_yaml(&config)
-        && let Err(error) = KubeconfigFile::parse(path, &written)
+        && let Err(error) = KubeconfigFile::parse(path, written.as_bytes())
     {
         panic!("{error}: {written}");
     }

@@ -26,7 +26,7 @@ use crate::doctor::target::{
 };
 use crate::doctor::{examine, findings, report};
 use crate::kubeconfig::{
-    ContextError, KubeconfigError, KubeconfigFiles, KubeconfigPaths, ResolvedContext, ServerUrl,
+    KubeconfigError, KubeconfigFiles, KubeconfigPaths, ResolveError, ResolvedContext, ServerUrl,
     ServerUrlError,
 };
 use crate::observe::quantity;
@@ -129,7 +129,7 @@ pub(super) fn run(args: &DoctorArgs) -> ExitCode {
 enum DoctorError {
     Config(PathBuf, io::Error),
     Kubeconfig(KubeconfigError),
-    Context(ContextError),
+    Context(ResolveError),
     Target(TargetError),
     EndpointUrl(ServerUrlError),
     EndpointPath(PathPrefixError),
@@ -217,8 +217,7 @@ fn parse_endpoint(text: &str) -> Result<(ServerUrl, ApiRoot), DoctorError> {
 fn kubeconfig_context(args: &DoctorArgs) -> Result<ResolvedContext, DoctorError> {
     let files = KubeconfigFiles::load(&KubeconfigPaths::from_env(args.kubeconfig.clone()))
         .map_err(DoctorError::Kubeconfig)?;
-    let merged = files.merged(None).map_err(DoctorError::Kubeconfig)?;
-    ResolvedContext::resolve(&merged, args.context.as_deref()).map_err(DoctorError::Context)
+    files.resolve(args.context.as_deref()).map_err(DoctorError::Context)
 }
 
 /// The addresses on which the jackstay with this admin endpoint listens; empty if none answers.

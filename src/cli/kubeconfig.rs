@@ -11,6 +11,7 @@
 mod apiservers;
 mod args;
 mod listener;
+mod lock;
 mod output;
 mod renew;
 mod report;
@@ -33,8 +34,8 @@ use super::options::EXIT_USAGE;
 use crate::kubeconfig::rewrite::{ClientTrust, KeyChange, LocalEndpoint, point_at, revert};
 use crate::kubeconfig::setup::{self, OutputFile, SetupMode, SetupPlan, SetupRequest, node_name};
 use crate::kubeconfig::{
-    KubeconfigFiles, KubeconfigPaths, ResolvedContext, ServerUrl, find_cluster_mut,
-    kubeconfig_yaml, recorded_configuration, recorded_original,
+    KubeconfigFiles, KubeconfigPaths, ProxyEnvironment, ResolvedContext, ServerUrl,
+    find_cluster_mut, kubeconfig_yaml, recorded_configuration, recorded_original,
 };
 use crate::net::tls::file_error::TlsFileError;
 use crate::net::tls::pem_files;
@@ -70,7 +71,8 @@ fn perform(args: &KubeconfigArgs, report: &mut KubeconfigReport) -> Result<(), F
     }
     let draft = Draft::new(args, &files)?;
     refuse_to_overwrite(&draft.outputs(), args, &draft.destinations)?;
-    let staged = stage(draft.outputs())?;
+    let _locks = lock::acquire([&draft.kubeconfig], &files)?;
+    let staged = stage(draft.outputs(), args)?;
     if let Some(config) = draft.configuration() {
         staged.check_configuration(config)?;
     }
@@ -81,13 +83,17 @@ fn perform(args: &KubeconfigArgs, report: &mut KubeconfigReport) -> Result<(), F
     if draft.has_local_ca {
         report.notes.push(RENEWAL_NOTE.to_owned());
     }
-    let had_comments =
-        files.iter().any(|file| file.path() == draft.kubeconfig.path && file.has_comments());
-    if args.in_place && had_comments {
-        report
-            .notes
-            .push("the comments of the kubeconfig are lost, as with `kubectl config`".to_owned());
-    }
+    report.notes.extend(files.iter().filter(|_| args.in_place).find_map(|file| {
+        let is_written = file.path() == draft.kubeconfig.path;
+        let parts = [
+            ("comments", file.has_comments()),
+            ("YAML documents after the first one", file.has_more_documents()),
+        ];
+        let lost = parts.iter().filter(|(_, has)| *has && is_written).map(|(part, _)| *part);
+        let lost: Vec<&str> = lost.collect();
+        let lost = (!lost.is_empty()).then(|| lost.join(" and "))?;
+        Some(format!("the {lost} of the kubeconfig are lost, as with `kubectl config`"))
+    }));
     report_commands(&draft.destinations, &draft.context.context, report);
     let Draft { context, changes, .. } = draft;
     report.clusters.push(ReportedCluster { name: context.cluster, changes });
@@ -125,7 +131,7 @@ impl Draft {
     /// # Errors
     /// The input cannot be used.
     pub(super) fn new(args: &KubeconfigArgs, files: &KubeconfigFiles) -> Result<Self, Failure> {
-        let context = ResolvedContext::resolve(&files.merged(None)?, args.context.as_deref())?;
+        let context = files.resolve(args.context.as_deref())?;
         let destinations = Destinations::new(args, files, &context)?;
         let address = local_address(args, &context)?;
         let (node_name, name_note) = node_name(args)?;
@@ -152,6 +158,9 @@ impl Draft {
         notes.extend(name_note);
         let mut warnings = plan.as_ref().map(|plan| plan.warnings.clone()).unwrap_or_default();
         warnings.extend(apiservers.warnings);
+        if context.proxy_url.is_none() {
+            notes.extend(ProxyEnvironment::of_process().notes(&context.server, &address));
+        }
         Ok(Self {
             context,
             upstreams: apiservers.upstreams,
@@ -180,8 +189,8 @@ impl Draft {
     ///
     /// # Errors
     /// A directory cannot be written, or the configuration is invalid.
-    pub(super) fn check(&self) -> Result<(), Failure> {
-        let staged = stage(self.outputs())?;
+    pub(super) fn check(&self, args: &KubeconfigArgs) -> Result<(), Failure> {
+        let staged = stage(self.outputs(), args)?;
         self.configuration().map_or(Ok(()), |config| staged.check_configuration(config))
     }
 }
@@ -194,7 +203,7 @@ fn revert_files(
 ) -> Result<(), Failure> {
     let only = match &args.context {
         None => None,
-        Some(name) => Some(ResolvedContext::resolve(&files.merged(None)?, Some(name))?.cluster),
+        Some(name) => Some(files.resolve(Some(name))?.cluster),
     };
     let (mut outputs, mut left) = (Vec::new(), Vec::new());
     for file in files.iter() {
@@ -216,7 +225,8 @@ fn revert_files(
             outputs.push(kubeconfig_file(file.path().to_owned(), kubeconfig_yaml(&config)?));
         }
     }
-    stage(&outputs)?.commit(report)?;
+    let _locks = lock::acquire(&outputs, files)?;
+    stage(&outputs, args)?.commit(report)?;
     if report.clusters.is_empty() {
         let paths: Vec<_> = files.iter().map(|file| file.path().display().to_string()).collect();
         report.notes.push(format!("nothing to revert in {}", paths.join(", ")));
@@ -245,8 +255,7 @@ fn local_address(args: &KubeconfigArgs, context: &ResolvedContext) -> Result<Ser
         let why = format!("--server {}: write it as 127.0.0.1:7443", args.server);
         return Err(Failure::Input(why));
     }
-    let apiserver = ServerUrl { path: String::new(), ..context.server.clone() };
-    if args.local_ca.is_none() && address == apiserver {
+    if args.local_ca.is_none() && address.address() == context.server.address() {
         return Err(Failure::Input(format!(
             "cluster {:?} is at {} already, and the kubeconfig does not record the apiserver: requests \
              would loop; --server names the local endpoint",

@@ -5,7 +5,7 @@ use std::io;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
-use jackstay_sys::files;
+use jackstay_sys::files::{self, StagedFile};
 
 use super::journal::{FileRecord, Journal, JournalError, Original, Store, content, digest_of};
 
@@ -23,12 +23,14 @@ pub enum Restored {
 /// # Errors
 /// What the file system returns.
 pub fn write(path: &Path, bytes: &[u8], mode: u32) -> Result<(), JournalError> {
-    let fail = |error| JournalError::Io(path.to_owned(), error);
-    if let Some(parent) = path.parent() {
-        let mut builder = fs::DirBuilder::new();
-        builder.recursive(true).mode(0o755).create(parent).map_err(fail)?;
-    }
-    files::replace(path, bytes, mode).map_err(fail)
+    create_parent(path)?;
+    files::replace(path, bytes, mode).map_err(|error| JournalError::Io(path.to_owned(), error))
+}
+
+fn create_parent(path: &Path) -> Result<(), JournalError> {
+    let Some(parent) = path.parent() else { return Ok(()) };
+    let created = fs::DirBuilder::new().recursive(true).mode(0o755).create(parent);
+    created.map_err(|error| JournalError::Io(path.to_owned(), error))
 }
 
 /// Restores one file. Repeating it has no effect.
@@ -73,7 +75,8 @@ pub fn put_back(store: &Store, file: &FileRecord) -> Result<Restored, JournalErr
 /// What the file system returns.
 pub fn write_like(path: &Path, bytes: &[u8], original: &Original) -> Result<(), JournalError> {
     let fail = |error| JournalError::Io(path.to_owned(), error);
-    write(path, bytes, original.mode)?;
+    create_parent(path)?;
+    files::stage_update(path, bytes, original.mode).and_then(StagedFile::commit).map_err(fail)?;
     std::os::unix::fs::chown(path, Some(original.uid), Some(original.gid)).map_err(fail)?;
     // The mode of a new file is reduced by the umask.
     let mode = std::os::unix::fs::PermissionsExt::from_mode(original.mode);

@@ -250,10 +250,7 @@ enum KubeconfigNow {
 
 impl KubeconfigNow {
     fn of(path: &Path, bytes: &[u8], listen: SocketAddr) -> Self {
-        let text = std::str::from_utf8(bytes).ok();
-        let Some(file) = text.and_then(|text| KubeconfigFile::parse(path, text).ok()) else {
-            return Self::Unusable;
-        };
+        let Ok(file) = KubeconfigFile::parse(path, bytes) else { return Self::Unusable };
         let mut config = file.config().clone();
         let mut recorded = false;
         for cluster in config.clusters.iter_mut().filter_map(|named| named.cluster.as_mut()) {
@@ -279,11 +276,11 @@ impl KubeconfigNow {
 }
 
 fn is_same_kubeconfig(path: &Path, text: &str, old: &[u8]) -> bool {
-    let tree = |text: &str| -> Option<Value> {
-        serde_json::to_value(KubeconfigFile::parse(path, text).ok()?.config()).ok()
+    let tree = |bytes: &[u8]| -> Option<Value> {
+        serde_json::to_value(KubeconfigFile::parse(path, bytes).ok()?.config()).ok()
     };
-    let old = std::str::from_utf8(old).ok().and_then(tree);
-    old.is_some() && tree(text) == old
+    let old = tree(old);
+    old.is_some() && tree(text.as_bytes()) == old
 }
 
 #[cfg(test)]
@@ -480,7 +477,7 @@ mod tests {
     #[test]
     fn undo_of_a_changed_kubeconfig_keeps_the_change_or_restores_a_working_one() {
         let with_jackstay = |text: &str| {
-            let file = KubeconfigFile::parse(Path::new("/k"), text).unwrap();
+            let file = KubeconfigFile::parse(Path::new("/k"), text.as_bytes()).unwrap();
             let mut config = file.config().clone();
             let cluster = config.clusters[0].cluster.as_mut().unwrap();
             let server = crate::kubeconfig::ServerUrl::parse("https://10.0.0.1:6443").unwrap();

@@ -1,5 +1,6 @@
 //! The cluster and the user of one context.
 
+use std::collections::BTreeMap;
 use std::error::Error;
 use std::fmt;
 
@@ -7,6 +8,7 @@ use http::uri::Authority;
 use jackstay_core::discovery::address::tls_name;
 use jackstay_core::request::path_prefix::{PathPrefix, PathPrefixError};
 use kube::config::{AuthInfo, Cluster, Kubeconfig};
+use serde_json::Value;
 
 use super::credential::{Credential, CredentialError, PemSource, UserCredentials};
 use super::file::{context_names, find_cluster};
@@ -41,6 +43,13 @@ pub enum ContextError {
     },
     /// The credential of the user cannot be used.
     User(String, CredentialError),
+    /// A value in an entry has a wrong type. [`super::KubeconfigFile::mistake`] says which.
+    Broken {
+        /// The list of the entry.
+        list: &'static str,
+        /// The name of the entry.
+        name: String,
+    },
 }
 
 /// Why a cluster cannot be used.
@@ -54,6 +63,8 @@ pub enum ClusterError {
     Path(PathPrefixError),
     /// Its CA is not base64.
     Ca(CredentialError),
+    /// It has a CA and is not to be verified.
+    InsecureWithCa,
 }
 
 impl fmt::Display for ContextError {
@@ -76,6 +87,9 @@ impl fmt::Display for ContextError {
                 write!(f, "context {context:?}: no user {user:?}")
             }
             Self::User(user, error) => write!(f, "user {user:?}: {error}"),
+            Self::Broken { list, name } => {
+                write!(f, "{list}: the entry {name:?} has a value of a wrong type")
+            }
         }
     }
 }
@@ -97,6 +111,9 @@ impl fmt::Display for ClusterError {
             Self::Server(error) => error.fmt(f),
             Self::Path(error) => write!(f, "the path of server {error}"),
             Self::Ca(error) => error.fmt(f),
+            Self::InsecureWithCa => f.write_str(
+                "has a certificate-authority and insecure-skip-tls-verify, and kubectl refuses both together: remove one",
+            ),
         }
     }
 }
@@ -104,7 +121,7 @@ impl fmt::Display for ClusterError {
 impl Error for ClusterError {
     fn source(&self) -> Option<&(dyn Error + 'static)> {
         match self {
-            Self::NoServer => None,
+            Self::NoServer | Self::InsecureWithCa => None,
             Self::Server(error) => Some(error),
             Self::Path(error) => Some(error),
             Self::Ca(error) => Some(error),
@@ -150,6 +167,7 @@ impl ResolvedContext {
             .or(non_empty(config.current_context.as_ref()))
             .ok_or_else(|| ContextError::NoCurrent(contexts()))?;
         let named = config.contexts.iter().find(|named| named.name == context);
+        refuse_broken(named.map(|named| &named.other), ("contexts", "context"), context)?;
         let entry = named
             .and_then(|named| named.context.as_ref())
             .ok_or_else(|| ContextError::Unknown(context.to_owned(), contexts()))?;
@@ -160,6 +178,8 @@ impl ResolvedContext {
             context: context.to_owned(),
             cluster: name.to_owned(),
         };
+        let named = config.clusters.iter().find(|named| named.name == name);
+        refuse_broken(named.map(|named| &named.other), ("clusters", "cluster"), name)?;
         let mut cluster = find_cluster(config, name).ok_or_else(unknown_cluster)?.clone();
         if let Some(original) = recorded_original(&cluster) {
             copy_rewritten_fields(&mut cluster, original);
@@ -171,6 +191,11 @@ impl ResolvedContext {
         let path_prefix = PathPrefix::of_url_path(&server.path)
             .map_err(ClusterError::Path)
             .map_err(in_cluster)?;
+        let ca = certificate_authority(&cluster).map_err(ClusterError::Ca).map_err(in_cluster)?;
+        let insecure = cluster.insecure_skip_tls_verify == Some(true);
+        if insecure && ca.is_some() {
+            return Err(in_cluster(ClusterError::InsecureWithCa));
+        }
         let user = entry.user.as_deref().unwrap_or_default();
         let credential = UserCredentials::new(find_user(config, context, user)?, &cluster)
             .map_err(|error| ContextError::User(user.to_owned(), error))?
@@ -182,9 +207,9 @@ impl ResolvedContext {
             server,
             authority,
             path_prefix,
-            ca: certificate_authority(&cluster).map_err(ClusterError::Ca).map_err(in_cluster)?,
+            ca,
             tls_server_name: non_empty(cluster.tls_server_name.as_ref()).map(ToOwned::to_owned),
-            insecure: cluster.insecure_skip_tls_verify == Some(true),
+            insecure,
             proxy_url: non_empty(cluster.proxy_url.as_ref()).map(ToOwned::to_owned),
             credential,
         })
@@ -211,6 +236,20 @@ fn non_empty(text: Option<&String>) -> Option<&str> {
     text.map(String::as_str).filter(|text| !text.is_empty())
 }
 
+/// Refuses an entry whose content, below `key`, could not be parsed.
+fn refuse_broken(
+    other: Option<&BTreeMap<String, Value>>,
+    (list, key): (&'static str, &str),
+    name: &str,
+) -> Result<(), ContextError> {
+    match other {
+        Some(other) if other.contains_key(key) => {
+            Err(ContextError::Broken { list, name: name.to_owned() })
+        }
+        _ => Ok(()),
+    }
+}
+
 fn certificate_authority(cluster: &Cluster) -> Result<Option<PemSource>, CredentialError> {
     PemSource::new(
         "certificate-authority",
@@ -230,6 +269,7 @@ fn find_user<'a>(
         return Ok(&ANONYMOUS);
     }
     let named = config.auth_infos.iter().find(|named| named.name == name);
+    refuse_broken(named.map(|named| &named.other), ("users", "user"), name)?;
     let named = named.ok_or_else(|| {
         let (context, user) = (context.to_owned(), name.to_owned());
         ContextError::UnknownUser { context, user }

@@ -5,6 +5,7 @@ use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use super::context::ContextError;
 use crate::config::describe_io_error;
 
 /// Why the kubeconfig files of a user, or a file that they name, cannot be read, or a kubeconfig cannot be written.
@@ -14,6 +15,8 @@ pub enum KubeconfigError {
     NoneNamed,
     /// The file does not exist.
     Missing(PathBuf),
+    /// The file in the home directory does not exist, and sudo has set that directory.
+    MissingOfSudo(PathBuf),
     /// None of the files that `$KUBECONFIG` lists exists.
     NoneExists(Vec<PathBuf>),
     /// The file cannot be read.
@@ -56,8 +59,8 @@ pub enum ContentError {
         /// The name.
         name: String,
     },
-    /// `apiVersion` is not that of the files before it.
-    OtherVersion,
+    /// `apiVersion` is not `v1`.
+    OtherVersion(String),
 }
 
 /// A value cannot be written as YAML.
@@ -67,6 +70,33 @@ pub enum Unwritable {
     Kubeconfig,
     /// A value in it has no YAML form.
     Value,
+}
+
+/// Why a context of the kubeconfig files cannot be used.
+#[derive(Debug)]
+pub enum ResolveError {
+    /// A file cannot be used.
+    File(KubeconfigError),
+    /// The context cannot be used.
+    Context(ContextError),
+}
+
+impl fmt::Display for ResolveError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::File(error) => error.fmt(f),
+            Self::Context(error) => error.fmt(f),
+        }
+    }
+}
+
+impl Error for ResolveError {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        match self {
+            Self::File(error) => Some(error),
+            Self::Context(error) => Some(error),
+        }
+    }
 }
 
 impl KubeconfigError {
@@ -85,7 +115,15 @@ impl fmt::Display for KubeconfigError {
             Self::NoneNamed => {
                 f.write_str("no kubeconfig: name one with --in, or set $KUBECONFIG or $HOME")
             }
+            Self::Missing(path) if path.as_os_str() == "-" => {
+                f.write_str("cannot read -: no such file; /dev/stdin names the standard input")
+            }
             Self::Missing(path) => write!(f, "cannot read {}: no such file", path.display()),
+            Self::MissingOfSudo(path) => write!(
+                f,
+                "cannot read {}: no such file; sudo changes the home directory: name the kubeconfig with --in",
+                path.display()
+            ),
             Self::NoneExists(paths) => {
                 let paths: Vec<_> = paths.iter().map(|path| path.display().to_string()).collect();
                 write!(f, "$KUBECONFIG: none of {} exists", paths.join(", "))
@@ -105,7 +143,9 @@ impl Error for KubeconfigError {
             Self::Unreadable(_, error) => Some(error),
             Self::Invalid(_, error) => Some(error),
             Self::Unwritable(error) => Some(error),
-            Self::NoneNamed | Self::Missing(_) | Self::NoneExists(_) => None,
+            Self::NoneNamed | Self::Missing(_) | Self::MissingOfSudo(_) | Self::NoneExists(_) => {
+                None
+            }
         }
     }
 }
@@ -121,7 +161,9 @@ impl fmt::Display for ContentError {
         match self {
             Self::Directory => f.write_str("is a directory, not a kubeconfig"),
             Self::TooLarge => f.write_str("larger than 16 MiB: not a kubeconfig"),
-            Self::NotText => f.write_str("not a text file in UTF-8"),
+            Self::NotText => {
+                f.write_str("not a text file in UTF-8, or in UTF-16 with a byte order mark")
+            }
             Self::NotMap => {
                 f.write_str("not a kubeconfig: it must be a map of keys (clusters: …, users: …)")
             }
@@ -133,7 +175,12 @@ impl fmt::Display for ContentError {
             Self::DuplicateName { list, index, name } => {
                 write!(f, "{list}[{index}]: the name {name:?} appears twice")
             }
-            Self::OtherVersion => f.write_str("its apiVersion differs from the other files'"),
+            Self::OtherVersion(version) => {
+                write!(
+                    f,
+                    "its apiVersion is {version:?}: kubectl reads v1 only, write `apiVersion: v1`"
+                )
+            }
         }
     }
 }

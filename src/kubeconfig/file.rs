@@ -1,35 +1,32 @@
 //! One kubeconfig file: read up to a maximum size, formatted like kubectl's.
 //!
-//! [`Kubeconfig`] preserves unknown keys and extensions. Writing it drops comments and layout, as
-//! `kubectl config` does. A file with a value of a wrong type is refused as a whole.
+//! [`Kubeconfig`] preserves unknown keys and extensions. Writing it drops comments, layout, YAML anchors and documents
+//! after the first one, as `kubectl config` does.
 
 use std::fmt;
 use std::io::{ErrorKind, Read};
 use std::path::{Path, PathBuf};
 
 use kube::config::{Cluster, Kubeconfig};
-use serde::{Deserialize, Serialize};
-use serde_json::Value;
-use serde_path_to_error::{Deserializer, Track};
-use serde_saphyr::{Error as YamlError, Options};
+use serde::Serialize;
+use zeroize::Zeroizing;
 
 use super::error::{ContentError, KubeconfigError, Unwritable};
 use super::original::{record_original, recorded_configuration, recorded_original};
-use crate::config::describe_yaml_error;
+use super::parse::{EntryMistake, ParsedKubeconfig, decode, parse};
 
 /// Maximum size of a kubeconfig in bytes: room for the certificates of a few thousand clusters.
 pub const MAX_KUBECONFIG: u64 = 16 << 20;
-
-/// Maximum number of YAML events to which all aliases of a file expand, so that aliases of aliases do not
-/// exhaust the memory.
-const MAX_ALIAS_EVENTS: usize = 200_000;
 
 /// A kubeconfig file.
 #[derive(Clone)]
 pub struct KubeconfigFile {
     path: PathBuf,
+    content: Zeroizing<Vec<u8>>,
     config: Kubeconfig,
+    mistakes: Vec<EntryMistake>,
     has_comments: bool,
+    has_more_documents: bool,
 }
 
 impl fmt::Debug for KubeconfigFile {
@@ -56,31 +53,38 @@ impl KubeconfigFile {
         if bytes.len() as u64 > MAX_KUBECONFIG {
             return fail(ContentError::TooLarge);
         }
-        match String::from_utf8(bytes) {
-            Ok(text) if !text.contains('\0') => Self::parse(path, &text).map(Some),
-            _ => fail(ContentError::NotText),
-        }
+        Self::parse(path, &bytes).map(Some)
     }
 
-    /// Parses `text`, the content of the file at `path`.
+    /// Parses the content of the file at `path`. An entry with a value of a wrong type is kept without its content:
+    /// see [`KubeconfigFile::mistake`].
     ///
     /// # Errors
-    /// The first mistake, with its line and key path and without a value of the file.
-    pub fn parse(path: &Path, text: &str) -> Result<Self, KubeconfigError> {
-        let parsed = parse_yaml(text)
-            .or_else(|error| with_unnamed_clusters(text).ok_or(error))
-            .and_then(|config| check(&config).map(|()| config));
-        let config = parsed.map_err(|error| KubeconfigError::invalid(path, error))?;
-        let has_comments = text.lines().any(|line| line.trim_start().starts_with('#'));
+    /// The first other mistake, with its line and key path and without a value of the file.
+    pub fn parse(path: &Path, content: &[u8]) -> Result<Self, KubeconfigError> {
+        let parsed = decode(content).and_then(|text| {
+            let parsed = parse(&text)?;
+            check(&parsed.config)?;
+            Ok((parsed, text.lines().any(|line| line.trim_start().starts_with('#'))))
+        });
+        let (parsed, has_comments) =
+            parsed.map_err(|error| KubeconfigError::invalid(path, error))?;
         let path =
             std::path::absolute(path).map_err(|error| KubeconfigError::unreadable(path, error))?;
-        Ok(Self { path, config, has_comments })
+        let ParsedKubeconfig { config, mistakes, has_more_documents } = parsed;
+        let content = Zeroizing::new(content.to_vec());
+        Ok(Self { path, content, config, mistakes, has_comments, has_more_documents })
     }
 
     /// The absolute path. A symlink is not resolved: relative paths in the file are relative to the
-    /// directory of the symlink, and a write replaces the symlink.
+    /// directory of the symlink. A write changes its target.
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// Whether the file still has the content that was read.
+    pub fn is_unchanged(&self) -> bool {
+        std::fs::read(&self.path).is_ok_and(|now| now == *self.content)
     }
 
     /// The content as it was read, with relative paths.
@@ -91,6 +95,17 @@ impl KubeconfigFile {
     /// Whether the file has comments, which a write drops.
     pub fn has_comments(&self) -> bool {
         self.has_comments
+    }
+
+    /// Whether the file has YAML documents after the first one, which kubectl does not read and a write drops.
+    pub fn has_more_documents(&self) -> bool {
+        self.has_more_documents
+    }
+
+    /// Why the entry of that name in `clusters`, `users` or `contexts` has no content, although the file has one.
+    pub fn mistake(&self, list: &str, name: &str) -> Option<&ContentError> {
+        let mut mistakes = self.mistakes.iter();
+        Some(&mistakes.find(|mistake| mistake.list == list && mistake.name == name)?.error)
     }
 
     /// The content with absolute paths.
@@ -126,53 +141,14 @@ fn make_absolute(path: &mut Option<String>, directory: &Path) {
     }
 }
 
-fn parse_yaml(text: &str) -> Result<Kubeconfig, ContentError> {
-    let mut track = Track::new();
-    let parsed = serde_saphyr::with_deserializer_from_str_with_options(text, options(), |yaml| {
-        Kubeconfig::deserialize(Deserializer::new(yaml, &mut track))
-    });
-    parsed.map_err(|error| {
-        let path = track.path().to_string();
-        // The path of an unknown key ends with a question mark.
-        let path = path.trim_end_matches('?').trim_end_matches('.');
-        if path.is_empty() && matches!(error, YamlError::Unexpected { .. }) {
-            return ContentError::NotMap;
-        }
-        let (line, mistake) = describe_yaml_error(text, &error);
-        ContentError::Value { line, key: path.to_owned(), mistake }
-    })
-}
-
-/// Parses a kubeconfig in which a context names no cluster; the name of its cluster becomes empty. kubectl
-/// accepts such a file as long as the context is not used, but [`Kubeconfig`] requires the key. `None` if
-/// the file is invalid otherwise; the error of [`parse_yaml`], which has a line number, is then reported.
-fn with_unnamed_clusters(text: &str) -> Option<Kubeconfig> {
-    let mut tree: Value = serde_saphyr::from_str_with_options(text, options()).ok()?;
-    for named in tree.get_mut("contexts")?.as_array_mut()? {
-        if let Some(context) = named.get_mut("context").and_then(Value::as_object_mut) {
-            let cluster = context.entry("cluster").or_insert(Value::Null);
-            if cluster.is_null() {
-                *cluster = Value::String(String::new());
-            }
-        }
-    }
-    serde_json::from_value(tree).ok()
-}
-
-/// kubectl reads YAML 1.1, in which the octal number `017` is 15.
-fn options() -> Options {
-    serde_saphyr::options! {
-        alias_limits: serde_saphyr::alias_limits! { max_total_replayed_events: MAX_ALIAS_EVENTS },
-        legacy_octal_numbers: true,
-        with_snippet: false,
-    }
-}
-
-/// Checks what [`Kubeconfig`] does not: the kind, and that names are unique.
+/// Checks what the parser does not: the kind, the version, and that names are unique.
 fn check(config: &Kubeconfig) -> Result<(), ContentError> {
-    match config.kind.as_deref() {
-        None | Some("" | "Config") => {}
-        Some(other) => return Err(ContentError::OtherKind(other.to_owned())),
+    match (config.kind.as_deref(), config.api_version.as_deref()) {
+        (None | Some("" | "Config"), None | Some("" | "v1")) => {}
+        (None | Some("" | "Config"), Some(other)) => {
+            return Err(ContentError::OtherVersion(other.to_owned()));
+        }
+        (Some(other), _) => return Err(ContentError::OtherKind(other.to_owned())),
     }
     let clusters = config.clusters.iter().map(|named| named.name.as_str());
     unique_names("clusters", &clusters.collect::<Vec<_>>())?;

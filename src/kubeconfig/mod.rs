@@ -1,7 +1,8 @@
 //! Reads the kubeconfig of a user by the rules of kubectl, points it at jackstay, and reverts it.
 //!
-//! * `files` finds and merges the files; `file` parses one and formats it.
+//! * `files` finds and merges the files; `file` reads one and formats it, `parse` parses its text.
 //! * `context` resolves a context to a server, its verification and a `credential`.
+//! * `proxy` reads the proxies of the environment.
 //! * `exec` runs a credential plugin.
 //! * [`rewrite`] points one cluster at jackstay; `original` records the earlier values in that cluster.
 //! * [`verified_names`] selects the name to verify in the apiservers' certificates.
@@ -16,6 +17,8 @@ mod exec;
 mod file;
 mod files;
 mod original;
+mod parse;
+mod proxy;
 pub mod rewrite;
 mod sent_authority;
 mod server_url;
@@ -24,12 +27,13 @@ pub mod verified_names;
 
 pub use context::{ClusterError, ContextError, ResolvedContext};
 pub use credential::{Credential, CredentialError, PemSource, TokenSource, UserCredentials};
-pub use error::{ContentError, KubeconfigError, Unwritable};
+pub use error::{ContentError, KubeconfigError, ResolveError, Unwritable};
 pub use exec::{ExecCredential, ExecError, ExecPlugin, ExecProblem};
 pub use file::{KubeconfigFile, MAX_KUBECONFIG, find_cluster, find_cluster_mut, kubeconfig_yaml};
 pub use files::{KubeconfigFiles, KubeconfigPaths};
 pub use original::{recorded_configuration, recorded_original};
 pub use sent_authority::sent_authority;
+pub use proxy::ProxyEnvironment;
 pub use server_url::{ServerUrl, ServerUrlError, ServerUrlMistake};
 pub use setup::system_cas;
 pub use verified_names::CertificateNames;

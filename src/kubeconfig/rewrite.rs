@@ -12,7 +12,7 @@ use super::original::{
     copy_rewritten_fields, record_original, recorded_configuration, recorded_original,
     remove_record, rewritten_fields,
 };
-use super::server_url::{ServerUrl, without_user};
+use super::server_url::{ServerUrl, user_in, without_user};
 
 /// The keys of a cluster that jackstay rewrites.
 const KEYS: [&str; 6] = [
@@ -73,7 +73,9 @@ pub fn point_at(cluster: &mut Cluster, server: &ServerUrl, to: &LocalEndpoint) -
     let configuration = to.configuration.clone().or(recorded_configuration(cluster));
     restore(cluster);
     let restored = cluster.clone();
-    cluster.server = Some(format!("https://{}{}", to.address, server.path));
+    // Clients of Go send a user in the URL as basic authentication.
+    let user = restored.server.as_deref().map(user_in).unwrap_or_default();
+    cluster.server = Some(format!("https://{user}{}{}", to.address, server.path));
     // The proxy leads to the remote apiserver; clients connect to the local endpoint directly.
     cluster.proxy_url = None;
     match &to.trust {
@@ -110,7 +112,7 @@ fn changes(before: &Cluster, after: &Cluster) -> Vec<KeyChange> {
         Value::String(data) if key.ends_with("-data") => {
             Some(format!("a CA of {} bytes", data.len() / 4 * 3))
         }
-        Value::String(url) if key == "proxy-url" => Some(without_user(url)),
+        Value::String(url) if ["proxy-url", "server"].contains(&key) => Some(without_user(url)),
         Value::String(text) => Some(text.clone()),
         other => Some(other.to_string()),
     };

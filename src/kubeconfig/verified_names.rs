@@ -23,6 +23,8 @@
 
 use std::net::IpAddr;
 
+use jackstay_core::discovery::address::parse_ip;
+
 use crate::config::server_name_matches;
 
 /// Names that kubeadm and most installers put into every apiserver's certificate.
@@ -125,7 +127,7 @@ pub fn select_passed_through(
 fn select_without_certificates(inputs: &NameInputs<'_>) -> VerifiedNames {
     let mut selected = VerifiedNames::default();
     let several_endpoints = inputs.endpoints > 1;
-    let is_address = inputs.host.parse::<IpAddr>().is_ok();
+    let is_address = parse_ip(inputs.host).is_some();
     let shared_host = (several_endpoints && !is_address).then_some(inputs.host);
     selected.upstream = inputs.given.or(shared_host).map(ToOwned::to_owned);
     let client = match inputs.given {
@@ -149,7 +151,7 @@ fn select_from_certificates(inputs: &NameInputs<'_>) -> VerifiedNames {
     let mut selected = VerifiedNames::default();
     let certificates = inputs.certificates;
     let is_shared = |name: &str| certificates.iter().all(|certificate| certificate.contains(name));
-    let is_address = inputs.host.parse::<IpAddr>().is_ok();
+    let is_address = parse_ip(inputs.host).is_some();
     let host_name = Some(inputs.host).filter(|_| !is_address);
     let given = inputs.given.filter(|given| {
         let lacking = certificates.iter().find(|certificate| !certificate.contains(given));

@@ -4,15 +4,18 @@
 #![cfg(feature = "demo")]
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
-mod gateway;
-mod hosts;
-mod paths;
 #[path = "../support/mod.rs"]
 mod support;
 
+mod gateway;
 mod heads;
-mod peer;
+mod hosts;
+mod kubeconfigs;
 mod names;
+mod paths;
+mod peer;
 mod pem;
+mod server_urls;
 mod table;
 mod websocket;
+mod written_files;

@@ -257,6 +257,7 @@ users:
     unknown-key: [1, 2]
 ";
     let input = home.write(".kube/config", text);
+    fs::set_permissions(&input, fs::Permissions::from_mode(0o640)).unwrap();
     let output = home.run_offline(&["--in-place", "--server", "localhost:7443"]);
     assert!(
         output.contains("\n  kubectl --context c get nodes\n"),
@@ -267,7 +268,7 @@ users:
     assert_eq!(cluster["server"], "https://localhost:7443");
     assert_eq!(cluster["tls-server-name"], "lb.example");
     assert_eq!(cluster["certificate-authority"], "pki/ca.crt", "the path stays relative");
-    assert_eq!(mode(&input), 0o600);
+    assert_eq!(mode(&input), 0o640, "the mode stays");
     // A second run starts from the original server.
     let input = input.to_str().unwrap();
     let output = home.run_offline(&["--in", input, "--in-place", "--server", "127.0.0.1:8443"]);

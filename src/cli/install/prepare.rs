@@ -76,7 +76,8 @@ impl Preparation {
         let paths = KubeconfigPaths::from_env(Some(kubelet.kubeconfig.clone()));
         let files = KubeconfigFiles::load(&paths)?;
         refuse_second_setup(&files)?;
-        let draft = Draft::new(&KubeconfigArgs::of_node(&setup), &files)?;
+        let kubeconfig_args = KubeconfigArgs::of_node(&setup);
+        let draft = Draft::new(&kubeconfig_args, &files)?;
         refuse_own_node(&draft)?;
         refuse_existing_config(args, &draft)?;
         let program = program()?;
@@ -87,7 +88,7 @@ impl Preparation {
         for file in draft.files.iter().chain([&draft.kubeconfig]).filter(|_| !args.dry_run) {
             files::remove_incomplete(&file.path);
         }
-        draft.check()?;
+        draft.check(&kubeconfig_args)?;
         let node = Node::new(node_name(&draft.context, kubelet.name.as_deref()), &draft)?;
         let state = node.state().map_err(|why| {
             Failure::Input(format!("cannot read the state of node {:?}: {why}", node.name))

@@ -5,6 +5,7 @@ use std::net::SocketAddr;
 use std::path::Path;
 
 use http::uri::Authority;
+use jackstay_core::discovery::address::{EndpointAddress, tls_name};
 
 use super::args::KubeconfigArgs;
 use super::listener::UserPath;
@@ -88,7 +89,7 @@ pub(super) fn find(
     let authority = context.authority.clone().filter(|_| is_terminated || routing.is_some());
     let warnings = note_unusable(&mut survey, &own, &upstreams, &mut notes);
     let mut names = select(&NameInputs {
-        host: &context.server.host,
+        host: tls_name(&context.server.host),
         given: args.tls_server_name.as_deref().or(context.tls_server_name.as_deref()),
         endpoints: 1 + upstreams.len(),
         certificates: &survey.certificates,
@@ -209,13 +210,13 @@ fn known_upstreams(
         return previous;
     }
     let mut given: Vec<String> = Vec::new();
-    for upstream in args.upstreams.iter().filter(|upstream| *upstream != own) {
-        if !given.contains(upstream) {
-            given.push(upstream.clone());
+    for upstream in args.upstreams.iter().map(|upstream| normal_address(upstream)) {
+        if !is_same(&upstream, own) && !given.iter().any(|known| is_same(known, &upstream)) {
+            given.push(upstream);
         }
     }
-    let removed: Vec<String> =
-        previous.into_iter().filter(|known| !given.contains(known)).collect();
+    let is_given = |known: &String| given.iter().any(|given| is_same(given, known));
+    let removed: Vec<String> = previous.into_iter().filter(|known| !is_given(known)).collect();
     if !removed.is_empty() {
         notes.push(format!(
             "no longer an endpoint: {}; --upstream names all besides the kubeconfig's",
@@ -223,6 +224,19 @@ fn known_upstreams(
         ));
     }
     given
+}
+
+/// An address in its normal form, in which the survey reports it. The validation of the configuration reports what is
+/// not an address.
+fn normal_address(text: &str) -> String {
+    EndpointAddress::parse(text).map_or_else(|_| text.to_owned(), |address| address.to_string())
+}
+
+fn is_same(a: &str, b: &str) -> bool {
+    match (EndpointAddress::parse(a), EndpointAddress::parse(b)) {
+        (Ok(a), Ok(b)) => a.is_same(&b),
+        _ => a == b,
+    }
 }
 
 /// A survey without an observation, and why.
@@ -377,9 +391,9 @@ fn endpoints_in(file: &Path, own: &str) -> Vec<String> {
         upstream.endpoints.iter().map(ToString::to_string).collect::<Vec<String>>()
     });
     let mut endpoints = upstreams
-        .find(|endpoints| endpoints.iter().any(|endpoint| endpoint == own))
+        .find(|endpoints| endpoints.iter().any(|endpoint| is_same(endpoint, own)))
         .unwrap_or_default();
-    endpoints.retain(|endpoint| endpoint != own);
+    endpoints.retain(|endpoint| !is_same(endpoint, own));
     endpoints
 }
 

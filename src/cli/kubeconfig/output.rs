@@ -16,6 +16,9 @@ use crate::config::{self, ConfigErrors, describe_io_error};
 use crate::kubeconfig::setup::OutputFile;
 use crate::kubeconfig::{KubeconfigFiles, ResolvedContext};
 
+/// The description of a kubeconfig among the files.
+const KUBECONFIG: &str = "the kubeconfig";
+
 /// Why the command fails.
 #[derive(Debug)]
 pub(in crate::cli) enum Failure {
@@ -68,6 +71,7 @@ impl Destinations {
                 None => files.first().path().with_file_name("jackstay.kubeconfig"),
             }
         };
+        refuse_descriptor(args, files.first().path())?;
         let config = match (&args.config_out, args.mode) {
             (Some(file), _) => Some(absolute(file)?),
             (None, Some(_)) => Some(directory_beside(&kubeconfig).join("jackstay.yaml")),
@@ -76,6 +80,23 @@ impl Destinations {
         let is_default_for_kubectl = args.in_place && args.input.is_none();
         Ok(Self { kubeconfig, config, is_default_for_kubectl })
     }
+}
+
+/// Fails if the output would replace an input that is no file, or would be beside it.
+fn refuse_descriptor(args: &KubeconfigArgs, input: &Path) -> Result<(), Failure> {
+    let is_file = std::fs::metadata(input).is_ok_and(|found| found.is_file());
+    let is_descriptor = input.starts_with("/dev") || input.starts_with("/proc");
+    if args.out.is_some() || is_file && !is_descriptor {
+        return Ok(());
+    }
+    let input = input.display();
+    Err(Failure::Input(if args.in_place {
+        format!(
+            "--in-place: {input} is not a file that can be changed: --out FILE writes another kubeconfig"
+        )
+    } else {
+        format!("{input} is not in a directory of files: --out FILE names the kubeconfig to write")
+    }))
 }
 
 /// The directory `jackstay` beside the kubeconfig, or `jackstay.d` if `jackstay` is a file, such as
@@ -139,16 +160,33 @@ pub(super) struct StagedOutput<'a> {
 /// Stages files in the order in which they are to be replaced.
 pub(super) fn stage<'a>(
     files: impl IntoIterator<Item = &'a OutputFile>,
+    args: &KubeconfigArgs,
 ) -> Result<StagedOutput<'a>, Failure> {
     let mut output = StagedOutput { files: Vec::new(), directories: Vec::new() };
     for file in files {
         let staged = output.stage(file).map_err(|error| {
             let (path, reason) = (file.path.display(), describe_io_error(&error));
-            Failure::Write(format!("nothing written: cannot write {path}: {reason}"))
+            let remedy = remedy(file, args);
+            Failure::Write(format!("nothing written: cannot write {path}: {reason}{remedy}"))
         })?;
         output.files.push((file, staged));
     }
     Ok(output)
+}
+
+/// What writes the file elsewhere.
+fn remedy(file: &OutputFile, args: &KubeconfigArgs) -> &'static str {
+    let is_kubeconfig = file.description == KUBECONFIG;
+    // `jackstay install` has a state directory and no choice of files.
+    let is_fixed = args.revert || args.renew || args.state_dir.is_some();
+    match (is_kubeconfig, is_fixed) {
+        (_, true) => "",
+        (true, false) if args.in_place => {
+            "; --out FILE instead of --in-place writes another kubeconfig"
+        }
+        (true, false) => "; --out FILE writes the kubeconfig elsewhere",
+        (false, false) => "; --config-out FILE writes the files of jackstay elsewhere",
+    }
 }
 
 impl StagedOutput<'_> {
@@ -160,10 +198,10 @@ impl StagedOutput<'_> {
         let missing = parents.take_while(|at| !at.as_os_str().is_empty() && !at.exists());
         let missing: Vec<&Path> = missing.collect();
         for directory in missing.into_iter().rev() {
-            std::fs::create_dir(directory)?;
+            files::create_directory(directory)?;
             self.directories.push(directory.to_owned());
         }
-        files::stage(&file.path, &file.bytes, file.mode).map(Some)
+        files::stage_update(&file.path, &file.bytes, file.mode).map(Some)
     }
 
     /// Checks that jackstay starts with the staged configuration and the files that it names.
@@ -237,5 +275,5 @@ fn replace_texts(tree: &mut Value, pairs: &[(String, String)]) {
 
 /// A kubeconfig with this content.
 pub(super) fn kubeconfig_file(path: PathBuf, text: String) -> OutputFile {
-    OutputFile { path, bytes: text.into_bytes(), mode: PRIVATE, description: "the kubeconfig" }
+    OutputFile { path, bytes: text.into_bytes(), mode: PRIVATE, description: KUBECONFIG }
 }

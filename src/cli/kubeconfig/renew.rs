@@ -7,6 +7,7 @@ use std::time::SystemTime;
 use jackstay_sys::utc::Utc;
 
 use super::args::KubeconfigArgs;
+use super::lock;
 use super::output::{Failure, directory_beside, kubeconfig_file, stage};
 use super::report::{KubeconfigReport, ReportedCluster};
 use crate::config::{self, Overrides};
@@ -58,7 +59,8 @@ pub(super) fn renew(
         }
     }
     let outputs = [&plan.ca].into_iter().chain(&kubeconfigs).chain([&plan.serving]);
-    stage(outputs)?.commit(report)?;
+    let _locks = lock::acquire(&kubeconfigs, files)?;
+    stage(outputs, args)?.commit(report)?;
     let ca_file = plan.ca.path.display();
     if report.clusters.is_empty() {
         let paths: Vec<_> = files.iter().map(|file| file.path().display().to_string()).collect();

@@ -15,7 +15,9 @@ use zeroize::Zeroizing;
 use super::kubeconfig_error::{
     DiscoveryError, DiscoveryTokenError, UnsupportedCredential, UserError,
 };
-use crate::kubeconfig::{KubeconfigFile, MAX_KUBECONFIG, PemSource, TokenSource, UserCredentials};
+use crate::kubeconfig::{
+    KubeconfigError, KubeconfigFile, MAX_KUBECONFIG, PemSource, TokenSource, UserCredentials,
+};
 use crate::net::tls::pem_files::{self, LoadedCert};
 
 /// The credential for discovery.
@@ -72,11 +74,19 @@ impl DiscoveryToken {
 /// # Errors
 /// The user cannot be read or is not supported.
 pub fn load(path: &Path) -> Result<DiscoveryUser, DiscoveryError> {
-    let text = files::read_text(path, MAX_KUBECONFIG).map(Zeroizing::new);
-    let text = text.map_err(|error| DiscoveryError::Read(path.to_owned(), error))?;
-    let file = KubeconfigFile::parse(path, &text).map_err(DiscoveryError::Kubeconfig)?;
-    load_user(path, &file.with_absolute_paths())
-        .map_err(|error| DiscoveryError::User(path.to_owned(), error))
+    let bytes = files::read(path, MAX_KUBECONFIG).map(Zeroizing::new);
+    let bytes = bytes.map_err(|error| DiscoveryError::Read(path.to_owned(), error))?;
+    let file = KubeconfigFile::parse(path, &bytes).map_err(DiscoveryError::Kubeconfig)?;
+    load_user(path, &file.with_absolute_paths()).map_err(|error| match &error {
+        UserError::Unknown(name) => match file.mistake("users", name) {
+            Some(mistake) => DiscoveryError::Kubeconfig(KubeconfigError::Invalid(
+                path.to_owned(),
+                mistake.clone(),
+            )),
+            None => DiscoveryError::User(path.to_owned(), error),
+        },
+        _ => DiscoveryError::User(path.to_owned(), error),
+    })
 }
 
 fn load_user(path: &Path, config: &Kubeconfig) -> Result<DiscoveryUser, UserError> {
@@ -126,13 +136,14 @@ fn current_user(config: &Kubeconfig) -> Result<(&str, &AuthInfo), UserError> {
     Ok((user, info))
 }
 
-/// Refuses a user whose credential discovery does not support.
+/// Refuses a user whose credential discovery does not support. An empty text counts as absent, as in client-go.
 fn refuse_unsupported(name: &str, user: &AuthInfo) -> Result<(), UserError> {
+    let is_set = |text: Option<&String>| text.is_some_and(|text| !text.is_empty());
     let unsupported = [
         (user.exec.is_some(), UnsupportedCredential::Exec),
         (user.auth_provider.is_some(), UnsupportedCredential::AuthProvider),
-        (user.username.is_some(), UnsupportedCredential::Password),
-        (user.impersonate.is_some(), UnsupportedCredential::Impersonation),
+        (is_set(user.username.as_ref()), UnsupportedCredential::Password),
+        (is_set(user.impersonate.as_ref()), UnsupportedCredential::Impersonation),
     ];
     match unsupported.iter().find(|(is_set, _)| *is_set) {
         Some((_, credential)) => Err(UserError::Unsupported(name.to_owned(), *credential)),

@@ -129,7 +129,7 @@ fn bundle_name(name: &str, bundle: &CaBundle) -> String {
 fn watched_bundle(name: &str, bundle: &CaBundle) -> Vec<WatchedCertificate> {
     let effect = match bundle.all_expired(wall_clock()) {
         Some(_) => "every certificate of the bundle has expired: renew the CA file",
-        None => "it stays in use",
+        None => "it verifies no certificate any more",
     };
     let certificates = bundle.certificates.iter();
     certificates

@@ -251,7 +251,7 @@ async fn connect_once(
         Resolution::NoSuchName => "no such name".to_owned(),
         Resolution::NoAnswer(text) => text,
     };
-    let failure = Failure { step: Step::Resolve, kind: FailureKind::Other, text };
+    let failure = Failure { step: Step::Resolve, kind: FailureKind::Other, text, remedy: None };
     FreshResult { attempt: timer.finish(Some(failure)), skew: None, max_streams: None }
 }
 

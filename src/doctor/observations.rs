@@ -255,8 +255,10 @@ pub struct Failure {
     pub step: Step,
     /// The kind of failure.
     pub kind: FailureKind,
-    /// The error as text.
+    /// The error as text, with the remedy if there is one.
     pub text: String,
+    /// What to do, at the end of the text, if the certificate of the server is refused.
+    pub remedy: Option<String>,
 }
 
 /// Kinds of failure.
@@ -282,6 +284,8 @@ pub enum FailureKind {
     NotYetValid,
     /// The certificate is for other names.
     WrongName,
+    /// The certificate, or one of its CAs, is refused for another reason.
+    Certificate,
     /// The peer, or the server behind a proxy, speaks HTTP without TLS.
     PlainHttp,
     /// The peer speaks a protocol that is neither TLS nor HTTP.
@@ -358,7 +362,14 @@ pub struct ServerCertificate {
 impl FailureKind {
     /// Whether the server's certificate was not accepted.
     pub fn is_of_certificate(self) -> bool {
-        matches!(self, Self::UnknownIssuer | Self::Expired | Self::NotYetValid | Self::WrongName)
+        matches!(
+            self,
+            Self::UnknownIssuer
+                | Self::Expired
+                | Self::NotYetValid
+                | Self::WrongName
+                | Self::Certificate
+        )
     }
 }
 

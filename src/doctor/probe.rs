@@ -28,6 +28,7 @@ use super::first_bytes::FirstBytes;
 use super::observations::{ConnectAttempt, Failure, FailureKind, Ms, Step};
 use super::verify;
 use crate::config::describe_io_error;
+use crate::net::tls::refusal::CertificateRefusal;
 use crate::net::tls::tls_error;
 use crate::upstream::connection::{describe_h2_error, is_ping_complaint};
 use crate::upstream::api_root::ApiRoot;
@@ -111,7 +112,7 @@ impl StepTimer {
 }
 
 fn failure(step: Step, kind: FailureKind, text: impl Into<String>) -> Failure {
-    Failure { step, kind, text: text.into() }
+    Failure { step, kind, text: text.into(), remedy: None }
 }
 
 /// The result of a step, which fails if it takes longer than [`STEP_LIMIT`].
@@ -119,6 +120,19 @@ async fn limited<T, E>(
     step: Step,
     action: impl Future<Output = Result<T, E>>,
     describe: impl FnOnce(E) -> (FailureKind, String),
+) -> Result<T, Failure> {
+    limited_to_failure(step, action, |error| {
+        let (kind, text) = describe(error);
+        failure(step, kind, text)
+    })
+    .await
+}
+
+/// [`limited`] with the whole failure.
+async fn limited_to_failure<T, E>(
+    step: Step,
+    action: impl Future<Output = Result<T, E>>,
+    describe: impl FnOnce(E) -> Failure,
 ) -> Result<T, Failure> {
     let Ok(result) = timeout(STEP_LIMIT, action).await else {
         let limit = STEP_LIMIT.as_millis();
@@ -128,10 +142,7 @@ async fn limited<T, E>(
         };
         return Err(failure(step, FailureKind::Timeout, text));
     };
-    result.map_err(|error| {
-        let (kind, text) = describe(error);
-        failure(step, kind, text)
-    })
+    result.map_err(describe)
 }
 
 /// Runs every step after the resolution of the name.
@@ -186,9 +197,14 @@ pub(super) async fn open(
     let (stream, observer) = tracked_stream::track(stream);
     let connector = TlsConnector::from(Arc::clone(&peer.tls));
     let handshake = connector.connect(peer.server_name.clone(), FirstBytes::new(stream));
-    let stream = limited(Step::Tls, handshake.into_fallible(), |(error, stream)| {
+    let stream = limited_to_failure(Step::Tls, handshake.into_fallible(), |(error, stream)| {
+        if let Some((kind, text)) = stream.not_tls() {
+            return failure(Step::Tls, kind, text);
+        }
         let text = format!("TLS: {}", tls_error::describe_server_handshake_error(&error));
-        stream.not_tls().unwrap_or_else(|| (verify::kind_of(&error), text))
+        let refusal = tls_error::tls_error(&error).and_then(CertificateRefusal::of_error);
+        let remedy = refusal.map(|refusal| refusal.remedy().to_owned());
+        Failure { remedy, ..failure(Step::Tls, verify::kind_of(&error), text) }
     })
     .await?;
     timer.done(Step::Tls);

@@ -107,6 +107,8 @@ impl From<TargetError> for SurveyError {
 pub enum NoNames {
     /// There is no connection, for this reason.
     NoConnection(String),
+    /// The certificate is refused: which one, why, and what to do.
+    Refused(String),
     /// The server sent no certificate.
     NoCertificate,
     /// The certificate cannot be read.
@@ -116,7 +118,7 @@ pub enum NoNames {
 impl fmt::Display for NoNames {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::NoConnection(why) => f.write_str(why),
+            Self::NoConnection(why) | Self::Refused(why) => f.write_str(why),
             Self::NoCertificate => f.write_str("it sent no certificate"),
             Self::Unreadable(error) => error.fmt(f),
         }
@@ -318,6 +320,10 @@ fn certificate_names(
         Ok(_) => true,
         Err(failure) if failure.step > Step::Tls => true,
         Err(Failure { step: Step::Tls, kind: FailureKind::WrongName, .. }) => false,
+        Err(failure) if failure.kind.is_of_certificate() => {
+            let sentence = failure.text.strip_prefix("TLS: ").unwrap_or(&failure.text);
+            return Err(NoNames::Refused(sentence.to_owned()));
+        }
         Err(failure) => return Err(NoNames::NoConnection(failure.text.clone())),
     };
     let der = target.verifier.last_certificate().ok_or(NoNames::NoCertificate)?;

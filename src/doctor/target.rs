@@ -13,9 +13,7 @@ use http::uri::Authority;
 use jackstay_core::discovery::address::{split_zone, tls_name};
 use jackstay_core::request::path_prefix::{PathPrefix, PathPrefixError};
 use jackstay_sys::sockets::zone;
-use rustls::RootCertStore;
 use rustls::pki_types::ServerName;
-use rustls::server::VerifierBuilderError;
 
 use super::observations::EndpointSource;
 use super::probe::PeerConfig;
@@ -27,6 +25,7 @@ use crate::kubeconfig::{
 use crate::net::tls::certificate::CertInfo;
 use crate::net::tls::file_error::TlsFileError;
 use crate::net::tls::pem_files::{LoadedCert, ca_from_pem, cert_from_pem, load_ca, load_cert};
+use crate::net::tls::verification::TrustedCas;
 pub use crate::upstream::api_root::ApiRoot;
 use crate::upstream::api_root::default_authority;
 
@@ -71,8 +70,6 @@ pub enum TargetError {
     Token(Option<PathBuf>),
     /// The name to verify is neither a DNS name nor an IP address.
     Name(String),
-    /// No certificate can be verified with the CA.
-    Verifier(VerifierBuilderError),
     /// TLS cannot be configured.
     Tls(rustls::Error),
 }
@@ -86,7 +83,6 @@ impl fmt::Display for TargetError {
             Self::Token(None) => f.write_str("not a bearer token"),
             Self::Token(Some(file)) => write!(f, "{}: not a bearer token", file.display()),
             Self::Name(name) => write!(f, "{name:?} cannot be verified in a certificate"),
-            Self::Verifier(error) => error.fmt(f),
             Self::Tls(error) => error.fmt(f),
         }
     }
@@ -98,7 +94,6 @@ impl Error for TargetError {
             Self::File(error) => Some(error),
             Self::Pem(error) => Some(error),
             Self::TokenFile(_, error) => Some(error),
-            Self::Verifier(error) => Some(error),
             Self::Tls(error) => Some(error),
             Self::Token(_) | Self::Name(_) => None,
         }
@@ -120,7 +115,7 @@ impl From<KubeconfigError> for TargetError {
 /// The CA that verifies servers and the credential for verified servers.
 #[derive(Clone, Default)]
 pub struct Trust {
-    roots: Option<Arc<RootCertStore>>,
+    roots: Option<Arc<TrustedCas>>,
     certificate: Option<Arc<LoadedCert>>,
     token: Option<HeaderValue>,
 }
@@ -330,8 +325,7 @@ impl Target {
         let name = server_name.unwrap_or(tls_name(&server.host));
         let parsed = ServerName::try_from(name.to_owned())
             .map_err(|_| TargetError::Name(name.to_owned()))?;
-        let verifier =
-            RecordingVerifier::new(trust.roots.clone()).map_err(TargetError::Verifier)?;
+        let verifier = RecordingVerifier::new(trust.roots.as_ref());
         // An unverified server gets no credential.
         let token = trust.token.clone().filter(|_| verifier.verifies());
         // An apiserver prefers the certificate where both are present.

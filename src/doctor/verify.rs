@@ -3,17 +3,16 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
-use rustls::client::{VerifierBuilderError, WebPkiServerVerifier};
 use rustls::crypto::{CryptoProvider, aws_lc_rs};
 use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
-use rustls::{
-    CertificateError, ClientConfig, DigitallySignedStruct, Error, RootCertStore, SignatureScheme,
-};
+use rustls::{ClientConfig, DigitallySignedStruct, Error, SignatureScheme};
 
 use super::observations::FailureKind;
 use crate::net::tls::no_server_verification::NoServerVerification;
 use crate::net::tls::pem_files::LoadedCert;
+use crate::net::tls::refusal::{CertificateRefusal, RefusalKind};
 use crate::net::tls::tls_error::tls_error;
+use crate::net::tls::verification::{CertificateVerifier, TrustedCas};
 
 /// Verifies one endpoint and records the certificate of its last handshake, even if the handshake fails.
 #[derive(Debug)]
@@ -27,18 +26,14 @@ pub(super) struct RecordingVerifier {
 
 impl RecordingVerifier {
     /// A verifier with these roots. Without roots it accepts every certificate.
-    pub(super) fn new(
-        roots: Option<Arc<RootCertStore>>,
-    ) -> Result<Arc<Self>, VerifierBuilderError> {
+    pub(super) fn new(roots: Option<&Arc<TrustedCas>>) -> Arc<Self> {
         let provider = Arc::new(aws_lc_rs::default_provider());
         let verifies = roots.is_some();
         let inner: Arc<dyn ServerCertVerifier> = match roots {
-            Some(roots) => {
-                WebPkiServerVerifier::builder_with_provider(roots, Arc::clone(&provider)).build()?
-            }
+            Some(roots) => CertificateVerifier::new(roots),
             None => Arc::new(NoServerVerification::new(&provider)),
         };
-        Ok(Arc::new(Self { inner, verifies, provider, recorded: Mutex::default() }))
+        Arc::new(Self { inner, verifies, provider, recorded: Mutex::default() })
     }
 
     /// Whether there is a CA to verify with.
@@ -113,23 +108,14 @@ impl ServerCertVerifier for RecordingVerifier {
 /// Classifies the failure of a handshake.
 pub(super) fn kind_of(error: &std::io::Error) -> FailureKind {
     match tls_error(error) {
-        Some(Error::InvalidCertificate(error)) => match error {
-            CertificateError::Expired | CertificateError::ExpiredContext { .. } => {
-                FailureKind::Expired
-            }
-            CertificateError::NotValidYet | CertificateError::NotValidYetContext { .. } => {
-                FailureKind::NotYetValid
-            }
-            CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. } => {
-                FailureKind::WrongName
-            }
-            // `BadSignature` means that a trusted CA has the name of the issuer and another key.
-            CertificateError::UnknownIssuer | CertificateError::BadSignature => {
-                FailureKind::UnknownIssuer
-            }
-            _ => FailureKind::Tls,
+        Some(error) => match CertificateRefusal::of_error(error).map(|refusal| refusal.kind) {
+            Some(RefusalKind::Expired) => FailureKind::Expired,
+            Some(RefusalKind::NotYetValid) => FailureKind::NotYetValid,
+            Some(RefusalKind::WrongName) => FailureKind::WrongName,
+            Some(RefusalKind::UnknownIssuer) => FailureKind::UnknownIssuer,
+            Some(RefusalKind::Other) => FailureKind::Certificate,
+            None => FailureKind::Tls,
         },
-        Some(_) => FailureKind::Tls,
         None => match error.kind() {
             std::io::ErrorKind::ConnectionReset
             | std::io::ErrorKind::BrokenPipe

@@ -15,7 +15,6 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 
 use jackstay_sys::files::{PRIVATE, PUBLIC};
-use rustls::server::WebPkiClientVerifier;
 
 use self::config_file::{
     ConfigFile, HealthSection, ListenerSection, ProbeCredential, UpstreamSection,
@@ -314,18 +313,11 @@ fn verify_with_cluster_ca(
     };
     let ca = ca.map_err(SetupError::Pem)?;
     let chain = valid_certificates(&certificate.read().map_err(SetupError::Pem)?);
-    let mut roots = rustls::RootCertStore::empty();
-    roots.add_parsable_certificates(valid_certificates(&ca));
-    let verifier = WebPkiClientVerifier::builder_with_provider(
-        roots.into(),
-        rustls::crypto::aws_lc_rs::default_provider().into(),
-    )
-    .build();
-    let verified = match (verifier, chain.split_first()) {
-        (Ok(verifier), Some((leaf, rest))) => {
+    let verified = match (ca_from_pem(ca_file, &ca), chain.split_first()) {
+        (Ok(ca), Some((leaf, rest))) => {
             let now = rustls::pki_types::UnixTime::now();
-            let verified = verifier.verify_client_cert(leaf, rest, now);
-            verified.map(|_| ca_file.to_owned()).map_err(ClientCertificateError::Refused)
+            let verified = ca.roots.verify_client(leaf, rest, now);
+            verified.map(|()| ca_file.to_owned()).map_err(ClientCertificateError::Refused)
         }
         (Err(error), _) => Err(ClientCertificateError::Ca(error)),
         (_, None) => Err(ClientCertificateError::None),

@@ -23,7 +23,6 @@ use jackstay_sys::sockets::cork::{Cork, Uncork, cork};
 use jackstay_sys::sockets::read_ahead::{ReadAhead, Turn};
 use jackstay_sys::sockets::tracked_stream;
 use jackstay_sys::sockets::tracked_stream::{StreamObserver, TrackedStream};
-use jackstay_sys::utc::wall_clock;
 use rustls::{AlertDescription, ClientConfig};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
@@ -34,7 +33,6 @@ use super::connect_race;
 use super::credentials::ClientTls;
 use super::endpoint::{ConnectFailure, ConnectFailureKind, ConnectTimeout, Endpoint};
 use crate::net::frame_limiter::{FrameLimiter, PeerFrames};
-use crate::net::tls::ca_bundle::CaBundle;
 use crate::net::tls::tls_error::{describe_alert_in, describe_server_handshake_error, tls_error};
 
 /// Time without success after which a second attempt starts in parallel to the first.
@@ -94,7 +92,7 @@ pub async fn dial_h2(
     Box::pin(race(endpoint, limit, |address| async move {
         let tcp = connect(connector, address).await?;
         let _handshake = endpoint.track_handshake();
-        let (stream, observer) = secure(tcp, endpoint, address, (&tls.h2, tls)).await?;
+        let (stream, observer) = secure(tcp, endpoint, address, &tls.h2).await?;
         if stream.get_ref().1.alpn_protocol() != Some(b"h2") {
             return Err(ConnectFailure::new(
                 ConnectFailureKind::NoH2,
@@ -127,7 +125,7 @@ pub async fn dial_http1(
     Box::pin(race(endpoint, limit, |address| async move {
         let tcp = connect(connector, address).await?;
         let _handshake = endpoint.track_handshake();
-        secure(tcp, endpoint, address, (&tls.http1, tls)).await.map_err(|mut failure| {
+        secure(tcp, endpoint, address, &tls.http1).await.map_err(|mut failure| {
             // HTTP/2 was not offered, so the failure does not show that the peer lacks it.
             if failure.kind == ConnectFailureKind::NoH2 {
                 failure.kind = ConnectFailureKind::Failed;
@@ -190,24 +188,19 @@ async fn secure(
     stream: TcpStream,
     endpoint: &Endpoint,
     address: SocketAddr,
-    (config, tls): (&Arc<ClientConfig>, &ClientTls),
+    config: &Arc<ClientConfig>,
 ) -> Result<(UpstreamStream, StreamObserver), ConnectFailure> {
     let (stream, observer) = tracked_stream::track(stream);
     let mut stream = TlsConnector::from(Arc::clone(config))
         .connect(endpoint.server_name.clone(), ReadAhead::new(stream, Turn::SERVER))
         .await
-        .map_err(|error| handshake_failure(address, &error, tls.ca.as_deref()))?;
+        .map_err(|error| handshake_failure(address, &error))?;
     stream.get_mut().0.established();
     Ok((stream, observer))
 }
 
-/// The failure of a TLS handshake in which `ca` verifies the server. Without an error of TLS itself, the process
-/// may have ended meanwhile.
-fn handshake_failure(
-    address: SocketAddr,
-    error: &io::Error,
-    ca: Option<&CaBundle>,
-) -> ConnectFailure {
+/// The failure of a TLS handshake. Without an error of TLS itself, the process may have ended meanwhile.
+fn handshake_failure(address: SocketAddr, error: &io::Error) -> ConnectFailure {
     if is_no_common_protocol(error) {
         let reason = format!(
             "{address} speaks none of the protocols offered (ALPN): is it an apiserver, or a proxy before it?"
@@ -218,10 +211,8 @@ fn handshake_failure(
         Some(_) => ConnectFailureKind::TlsFailed,
         None => ConnectFailureKind::Failed,
     };
-    let cause = ca.zip(tls_error(error)).and_then(|(ca, error)| ca.cause_of(error, wall_clock()));
-    let cause = cause.map_or(String::new(), |cause| format!(": {cause}"));
     let text = describe_server_handshake_error(error);
-    ConnectFailure::new(kind, format!("TLS to {address} failed: {text}{cause}"))
+    ConnectFailure::new(kind, format!("TLS to {address} failed: {text}"))
 }
 
 /// Whether the server ended the handshake with the ALPN alert (RFC 7301 section 3.2). Other servers
@@ -313,7 +304,7 @@ mod tests {
                 "127.0.0.1:6443 speaks none of the protocols offered (ALPN): is it an apiserver, or a proxy before it?",
             ),
         ] {
-            assert_eq!(handshake_failure(address, &error, None), ConnectFailure::new(kind, reason));
+            assert_eq!(handshake_failure(address, &error), ConnectFailure::new(kind, reason));
         }
     }
 }

@@ -7,6 +7,7 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+mod certificates;
 mod gateway;
 mod heads;
 mod hosts;

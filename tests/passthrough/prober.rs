@@ -88,7 +88,7 @@ async fn end_previous(proxy: &Proxy, server: &ProbedServer, reason: &str) {
     proxy.wait_all("unverified").await;
 }
 
-const UNKNOWN_ISSUER: &str = "the certificate is not signed by a trusted CA";
+const UNKNOWN_ISSUER: &str = "is not signed by a trusted CA";
 
 /// A server with an unverifiable certificate is not dead, so its flows continue.
 #[tokio::test]

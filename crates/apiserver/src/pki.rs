@@ -205,6 +205,16 @@ impl Pki {
 }
 
 impl Issued {
+    /// A certificate that another program, or a test, has issued.
+    pub fn new(certificate: &rcgen::Certificate, key: &KeyPair) -> Self {
+        Self {
+            cert_pem: certificate.pem(),
+            key_pem: key.serialize_pem(),
+            cert_der: certificate.der().clone(),
+            key_der: key.serialize_der(),
+        }
+    }
+
     /// The certificate followed by the key, PEM, as kubelet stores them.
     pub fn pair_pem(&self) -> String {
         format!("{}{}", self.cert_pem, self.key_pem)

@@ -8,9 +8,10 @@ use std::fmt::Display;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::SystemTime;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use jackstay_sys::utc::Utc;
+use rustls::pki_types::UnixTime;
 
 use crate::config::{
     CertPaths, Config, ConfigDraft, ConfigError, KeyLines, Terminate, describe_io_error,
@@ -23,6 +24,7 @@ use crate::net::tls::file_error::{TlsFileError, TlsFileProblem};
 use crate::net::tls::local_ca;
 use crate::net::tls::local_ca::LocalCa;
 use crate::net::tls::pem_files::LoadedCert;
+use crate::net::tls::refusal::RefusalKind;
 use crate::observe::quantity;
 
 /// Note about an upstream without a CA bundle.
@@ -113,7 +115,8 @@ fn check_files_at(
         if let Some(path) = &terminate.client_ca_file {
             checker.ca(&format!("{at}.client_ca_file"), path);
         }
-        checker.identities(&format!("{at}.identities"), &terminate.identities);
+        let client_ca = terminate.client_ca_file.as_deref();
+        checker.identities(&format!("{at}.identities"), &terminate.identities, client_ca);
     }
     checker.report
 }
@@ -294,7 +297,7 @@ impl FileChecker<'_> {
         Some(info)
     }
 
-    fn identities(&mut self, at: &str, identities: &[CertPaths]) {
+    fn identities(&mut self, at: &str, identities: &[CertPaths], client_ca: Option<&Path>) {
         let mut subjects: Vec<(usize, Subject)> = Vec::new();
         for (i, paths) in identities.iter().enumerate() {
             let at_item = format!("{at}[{i}]");
@@ -313,6 +316,8 @@ impl FileChecker<'_> {
                 let message =
                     format!("{}: {VERSION_1}; {VERSION_1_EFFECT}", paths.cert_file.display());
                 self.warning(&format!("{at_item}.cert_file"), message);
+            } else {
+                self.client_refusal(&at_item, paths, client_ca);
             }
             let subject = info.subject;
             if let Some((first, _)) = subjects.iter().find(|(_, known)| *known == subject) {
@@ -320,6 +325,21 @@ impl FileChecker<'_> {
                 self.error(&format!("{at_item}.cert_file"), message);
             }
             subjects.push((i, subject));
+        }
+    }
+
+    /// Warns if clients with the certificate of an identity are refused. One that has expired is reported already.
+    fn client_refusal(&mut self, at: &str, paths: &CertPaths, client_ca: Option<&Path>) {
+        let ca = client_ca.and_then(|file| self.loaded.ca(file).ok());
+        let (Some(ca), Ok(certificate)) = (ca, self.loaded.certificate(paths)) else { return };
+        let Some((leaf, rest)) = certificate.chain.split_first() else { return };
+        let now = self.now.duration_since(UNIX_EPOCH).unwrap_or_default();
+        let now = UnixTime::since_unix_epoch(now);
+        let Err(refusal) = ca.roots.verify_client(leaf, rest, now) else { return };
+        if !matches!(refusal.kind, RefusalKind::Expired | RefusalKind::NotYetValid) {
+            let file = paths.cert_file.display();
+            let message = format!("{file}: {refusal}; clients that use it get 401");
+            self.warning(&format!("{at}.cert_file"), message);
         }
     }
 

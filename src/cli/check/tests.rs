@@ -71,6 +71,10 @@ fn dir() -> Dir {
     dir.cert("ca", "ca", 2020, 2040);
     dir.cert("ok", "localhost", 2020, 2040);
     dir.cert("node", "system:node:n1", 2020, 2040);
+    // The bundle contains the client certificate itself, so it is valid.
+    let read = |name: &str| fs::read_to_string(dir.0.path().join(name)).unwrap();
+    let bundle = read("ca.crt") + &read("node.crt");
+    dir.write("ca.crt", &bundle);
     dir
 }
 

@@ -14,7 +14,7 @@ use crate::config::{self, Overrides};
 use crate::doctor::dns::Resolver;
 use crate::doctor::members::MembersError;
 use crate::doctor::observations::HostRouting;
-use crate::doctor::survey::{self, NotApiserver, Survey, SurveyError, SurveyRequest};
+use crate::doctor::survey::{self, NoNames, NotApiserver, Survey, SurveyError, SurveyRequest};
 use crate::doctor::target::{ExecPlugins, Trust, root_of_context};
 use crate::kubeconfig::setup::SetupMode;
 use crate::kubeconfig::verified_names::{
@@ -87,6 +87,9 @@ pub(super) fn find(
     notes.extend(routing.as_ref().map(|(address, routing)| host_routing_note(address, routing)));
     let is_terminated = args.mode == Some(SetupMode::Terminate);
     let authority = context.authority.clone().filter(|_| is_terminated || routing.is_some());
+    if config.is_some() && args.mode == Some(SetupMode::Terminate) {
+        check_own(&survey, &own)?;
+    }
     let warnings = note_unusable(&mut survey, &own, &upstreams, &mut notes);
     let mut names = select(&NameInputs {
         host: tls_name(&context.server.host),
@@ -126,6 +129,20 @@ fn host_routing_note(address: &str, routing: &HostRouting) -> String {
     )
 }
 
+/// Fails, before a file is written, if the certificate of the apiserver of the kubeconfig is refused with the CA that the
+/// configuration names: jackstay would not connect to it.
+fn check_own(survey: &Survey, own: &str) -> Result<(), Failure> {
+    let refused = survey.without_certificate.iter().find_map(|(address, why)| match why {
+        NoNames::Refused(sentence) if address == own => Some(sentence),
+        _ => None,
+    });
+    refused.map_or(Ok(()), |sentence| {
+        Err(Failure::Input(format!(
+            "{own} is not accepted: {sentence}; nothing was changed, and --offline writes the files nevertheless"
+        )))
+    })
+}
+
 /// Notes and warnings about the apiservers that do not answer or have no certificate that is verified. Removes the
 /// certificates of apiservers that are no endpoints.
 fn note_unusable(
@@ -152,13 +169,17 @@ fn note_unusable(
         }
     }
     survey.certificates.retain(|certificate| is_endpoint(&certificate.address));
-    for (address, why) in &survey.without_certificate {
-        let why = &why.to_string();
+    for (address, refused) in &survey.without_certificate {
+        let why = &refused.to_string();
         // A failed connection is reported once. A certificate that is not accepted is a reason of its own.
         let is_reported = |reported: &NotApiserver| {
             reported.address == *address && (reported.reason.why == *why || !is_endpoint(address))
         };
         if survey.not_apiservers.iter().any(is_reported) {
+            continue;
+        }
+        if let (NoNames::Refused(_), true) = (refused, is_endpoint(address)) {
+            warnings.push(format!("{address} is not accepted: {why}"));
             continue;
         }
         notes.push(if is_endpoint(address) {

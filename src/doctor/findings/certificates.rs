@@ -33,16 +33,20 @@ pub(super) fn server(observations: &Observations, found: &mut Vec<Finding>) {
 
 /// The cause of a handshake that failed because of the certificate of the endpoint.
 fn server_failure(endpoint: &EndpointObservation, failure: &Failure) -> Finding {
-    let shown = endpoint.certificate.as_ref();
-    let because = match shown {
-        Some(shown) if failure.kind == FailureKind::WrongName => {
-            format!("the certificate of {} is for {}", shown.subject, shown.names.join(", "))
-        }
-        Some(shown) => format!("{} (certificate of {})", failure.text, shown.subject),
-        None => failure.text.clone(),
-    };
     let (cause, what, advice) = server_cause(endpoint, failure.kind);
-    problem(cause, what, because, advice)
+    let Some(remedy) = &failure.remedy else {
+        return problem(cause, what, failure.text.clone(), advice);
+    };
+    let because = failure.text.strip_suffix(remedy.as_str()).unwrap_or(&failure.text);
+    let because = because.trim_end_matches(": ");
+    problem(cause, what, because, sentence(remedy))
+}
+
+/// A remedy as a sentence of its own.
+fn sentence(remedy: &str) -> String {
+    let mut chars = remedy.chars();
+    let first = chars.next().map(|c| c.to_ascii_uppercase());
+    first.into_iter().chain(chars).chain(['.']).collect()
 }
 
 /// The cause, what is wrong and what to do.
@@ -88,6 +92,9 @@ fn server_cause(endpoint: &EndpointObservation, kind: FailureKind) -> (Cause, St
             format!("{address} does not speak TLS: it is another service."),
             "Check the address and the port; kubeadm uses 6443.".into(),
         ),
+        FailureKind::Certificate => {
+            (Cause::Tls, format!("{certificate} is not accepted."), "Reissue it.".into())
+        }
         _ => (
             Cause::Tls,
             format!("TLS with {address} fails."),

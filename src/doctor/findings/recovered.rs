@@ -69,7 +69,7 @@ pub(super) fn recovered(
         // All have waited for the end of the silence in their longest step.
         let (step, _) = steps_to_pong(&waiting[0]).max_by(|a, b| a.1.total_cmp(&b.1))?;
         let text = format!("{}: a response after {ms:.0} ms", step.as_str());
-        Failure { step, kind: FailureKind::Timeout, text }
+        Failure { step, kind: FailureKind::Timeout, text, remedy: None }
     };
     let what = if failure.step == Step::Tls { "answer TLS" } else { "answer" };
     let finding = problem(

@@ -22,7 +22,8 @@ fn succeeded(at_ms: f64) -> ConnectAttempt {
 fn failed(at_ms: f64, step: Step, kind: FailureKind) -> ConnectAttempt {
     let mut steps = up_to(step);
     steps.retain(|(done, _)| *done < step);
-    let failure = Some(Failure { step, kind, text: format!("{} failed", step.as_str()) });
+    let failure =
+        Some(Failure { step, kind, text: format!("{} failed", step.as_str()), remedy: None });
     ConnectAttempt { at_ms: Ms(at_ms), steps, failure }
 }
 

@@ -5,13 +5,11 @@ use std::fmt;
 use std::io;
 use std::path::PathBuf;
 
-use rustls::server::VerifierBuilderError;
-
 use crate::kubeconfig::error::{KubeconfigError, Unwritable};
 use crate::net::tls::certificate::X509Error;
 use crate::net::tls::file_error::TlsFileError;
 use crate::net::tls::local_ca::LocalCaError;
-use crate::net::tls::tls_error;
+use crate::net::tls::refusal::CertificateRefusal;
 
 /// Why the configuration and the certificates of a jackstay cannot be planned.
 #[derive(Debug)]
@@ -56,9 +54,9 @@ pub enum SetupError {
 #[derive(Debug)]
 pub enum ClientCertificateError {
     /// The CA refuses it.
-    Refused(rustls::Error),
-    /// No certificate can be verified with the CA.
-    Ca(VerifierBuilderError),
+    Refused(CertificateRefusal),
+    /// The CA cannot be used.
+    Ca(TlsFileError),
     /// There is no certificate.
     None,
 }
@@ -66,7 +64,7 @@ pub enum ClientCertificateError {
 impl fmt::Display for ClientCertificateError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Refused(error) => f.write_str(&tls_error::describe(error)),
+            Self::Refused(refusal) => refusal.fmt(f),
             Self::Ca(error) => error.fmt(f),
             Self::None => f.write_str("it holds no certificate"),
         }

@@ -1,12 +1,10 @@
 //! The file of a CA bundle, and which of its certificates have expired.
 //!
-//! An expired certificate stays a trust anchor: RFC 5280 section 6.1.1 excludes its validity from the path, and
-//! webpki does not check it. Usually its successor has signed newer certificates, which then have no trusted CA.
+//! An expired CA certificate verifies nothing, as in Go (`crypto/x509/verify.go`, `isValid`), and its successor, which
+//! has signed the newer certificates, is missing.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::SystemTime;
-
-use rustls::{CertificateError, Error};
 
 use super::certificate::{CertInfo, Validity, format_seconds};
 
@@ -36,13 +34,7 @@ impl CaBundle {
     pub fn all_expired(&self, now: SystemTime) -> Option<String> {
         let expired = self.expired(now);
         let last = expired.iter().map(|info| info.not_after).max()?;
-        (expired.len() == self.count).then(|| {
-            format!(
-                "every certificate of {} has expired (the last one on {}): renew the CA file",
-                self.file.display(),
-                format_seconds(last)
-            )
-        })
+        (expired.len() == self.count).then(|| all_expired(&self.file, last))
     }
 
     /// Which certificates have expired at `now`; `None` if none has.
@@ -60,16 +52,15 @@ impl CaBundle {
             format!("{} of {count} certificates expired: {}", each.len(), each.join(", "))
         })
     }
+}
 
-    /// The probable cause in the bundle of an `error` of the verification of another certificate.
-    pub fn cause_of(&self, error: &Error, now: SystemTime) -> Option<String> {
-        match error {
-            Error::InvalidCertificate(
-                CertificateError::UnknownIssuer | CertificateError::BadSignature,
-            ) => self.all_expired(now),
-            _ => None,
-        }
-    }
+/// That every certificate of a bundle has expired, the last one at `last`, and what to do.
+pub(super) fn all_expired(file: &Path, last: SystemTime) -> String {
+    format!(
+        "every certificate of {} has expired (the last one on {}): renew the CA file",
+        file.display(),
+        format_seconds(last)
+    )
 }
 
 #[cfg(test)]
@@ -80,7 +71,7 @@ mod tests {
     use crate::net::tls::certificate::Subject;
 
     #[test]
-    fn bundle_with_expired_certificates_tells_them_and_explains_unknown_issuers() {
+    fn bundle_with_expired_certificates_tells_them() {
         let at = |seconds| UNIX_EPOCH + Duration::from_secs(seconds);
         let certificate = |last| CertInfo {
             subject: Subject::default(),
@@ -93,25 +84,15 @@ mod tests {
         let certificates = vec![certificate(10), certificate(20)];
         let (skipped, notes) = (Vec::new(), Vec::new());
         let bundle = CaBundle { file, certificates, count: 2, skipped, notes };
-        let unknown = Error::InvalidCertificate(CertificateError::UnknownIssuer);
         let all = "every certificate of ca.crt has expired (the last one on 1970-01-01T00:00:20Z): \
                    renew the CA file";
-        for (now, expiry, cause) in [
-            (10, None, None),
-            (
-                11,
-                Some("1 of 2 certificates expired: (empty subject) on 1970-01-01T00:00:10Z"),
-                None,
-            ),
-            (21, Some(all), Some(all)),
+        for (now, expiry) in [
+            (10, None),
+            (11, Some("1 of 2 certificates expired: (empty subject) on 1970-01-01T00:00:10Z")),
+            (21, Some(all)),
         ] {
             assert_eq!(bundle.expiry(at(now)).as_deref(), expiry, "at {now}");
-            assert_eq!(bundle.cause_of(&unknown, at(now)).as_deref(), cause, "at {now}");
         }
-        assert_eq!(
-            bundle.cause_of(&Error::InvalidCertificate(CertificateError::Revoked), at(21)),
-            None
-        );
         // The third certificate cannot be parsed, so it may be valid.
         let bundle = CaBundle { count: 3, ..bundle };
         assert_eq!(bundle.all_expired(at(21)), None);

@@ -7,13 +7,21 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use rustls::pki_types::CertificateDer;
 use x509_parser::asn1_rs::{Any, Tag};
-use x509_parser::prelude::{ASN1Time, FromDer, X509Certificate, X509Version};
+use x509_parser::prelude::{ASN1Time, FromDer, X509Certificate, X509Name, X509Version};
 
 use super::file_error::{TlsFileError, TlsFileProblem};
 
+macro_rules! version_1_remedy {
+    () => {
+        "reissue it as version 3 (`openssl x509 -req … -extfile FILE`, with `extendedKeyUsage` or \
+         `subjectAltName` in FILE)"
+    };
+}
+
 /// Why a certificate of X.509 version 1 is refused, and what to do. webpki accepts version 3 only.
-pub const VERSION_1: &str = "the certificate is X.509 version 1: reissue it as version 3 (`openssl x509 -req … \
-                             -extfile FILE`, with `extendedKeyUsage` or `subjectAltName` in FILE)";
+pub const VERSION_1: &str = concat!("the certificate is X.509 version 1: ", version_1_remedy!());
+/// What to do about a certificate of X.509 version 1.
+pub const VERSION_1_REMEDY: &str = version_1_remedy!();
 /// What follows for an identity with a certificate of X.509 version 1: jackstay shows it to the apiservers, which
 /// accept it, but cannot verify it when a client presents it.
 pub const VERSION_1_EFFECT: &str = "clients that use it get 401";
@@ -33,9 +41,9 @@ pub enum X509Error {
     NotX509,
     /// Bytes follow the certificate.
     TrailingBytes,
-    /// A name in its subject has a string type that programs decode differently (T61, BMP).
+    /// A name has a string type that Go does not read.
     NameType(Tag),
-    /// A name in its subject is not valid text of its string type.
+    /// A name is not valid text of its string type.
     NameText,
     /// Its subject alternative names cannot be parsed.
     AltNames,
@@ -46,10 +54,8 @@ impl fmt::Display for X509Error {
         f.write_str(match self {
             Self::NotX509 => "not an X.509 certificate",
             Self::TrailingBytes => "bytes after the end of the certificate",
-            Self::NameType(tag) => {
-                return write!(f, "a name in its subject has the unsupported type {tag}");
-            }
-            Self::NameText => "a name in its subject is not valid text",
+            Self::NameType(tag) => return write!(f, "a name in it has the unsupported type {tag}"),
+            Self::NameText => "a name in it is not valid text of its type",
             Self::AltNames => "its subject alternative names cannot be read",
         })
     }
@@ -68,8 +74,8 @@ pub struct Subject {
 }
 
 impl Subject {
-    /// Reads the subject of a DER certificate. A name in a string type that programs decode differently (T61,
-    /// BMP) is an error, since its equality with another name would be ambiguous.
+    /// Reads the subject of a DER certificate. A name that versions of Go decode differently is an error, since its
+    /// equality with another name would be ambiguous.
     pub fn from_der(der: &CertificateDer<'_>) -> Result<Self, X509Error> {
         Self::of(&parse(der)?)
     }
@@ -86,8 +92,12 @@ impl Subject {
     }
 
     fn of(certificate: &X509Certificate<'_>) -> Result<Self, X509Error> {
+        Self::of_name(certificate.subject())
+    }
+
+    fn of_name(name: &X509Name<'_>) -> Result<Self, X509Error> {
         let mut subject = Self::default();
-        for attribute in certificate.subject().iter_attributes() {
+        for attribute in name.iter_attributes() {
             let list = match attribute.attr_type().to_id_string().as_str() {
                 OID_COMMON_NAME => &mut subject.cn,
                 OID_ORGANIZATION => &mut subject.organizations,
@@ -265,12 +275,12 @@ fn format_utc(time: SystemTime, format: &str) -> String {
 }
 
 /// Times before 1970 become 1970: no certificate in use is that old.
-fn system_time(time: ASN1Time) -> SystemTime {
+pub(super) fn system_time(time: ASN1Time) -> SystemTime {
     let seconds = u64::try_from(time.timestamp()).unwrap_or(0);
     UNIX_EPOCH.checked_add(Duration::from_secs(seconds)).unwrap_or(UNIX_EPOCH)
 }
 
-fn parse<'a>(der: &'a CertificateDer<'_>) -> Result<X509Certificate<'a>, X509Error> {
+pub(super) fn parse<'a>(der: &'a CertificateDer<'_>) -> Result<X509Certificate<'a>, X509Error> {
     match X509Certificate::from_der(der) {
         Ok(([], certificate)) => Ok(certificate),
         Ok(_) => Err(X509Error::TrailingBytes),
@@ -278,15 +288,62 @@ fn parse<'a>(der: &'a CertificateDer<'_>) -> Result<X509Certificate<'a>, X509Err
     }
 }
 
-/// A name as text. Only string types that all X.509 libraries decode in the same way are accepted.
+/// A name for people: as a [`Subject`] if it has a part of one, else all its parts. Control characters are escaped.
+pub(super) fn name_text(name: &X509Name<'_>) -> String {
+    match Subject::of_name(name) {
+        Ok(subject) if subject != Subject::default() => subject.to_string(),
+        _ => {
+            let all: String = name.to_string().chars().flat_map(escaped).collect();
+            if all.is_empty() { Subject::default().to_string() } else { all }
+        }
+    }
+}
+
+fn escaped(c: char) -> impl Iterator<Item = char> {
+    let control = c.is_control().then(|| c.escape_default());
+    let plain = (!c.is_control()).then_some(c);
+    control.into_iter().flatten().chain(plain)
+}
+
+/// A name as text, as Go reads it (`crypto/x509/parser.go`, `parseASN1String`). Text that versions of Go read
+/// differently is an error: T61 beyond ASCII, BMP with surrogates or zeros.
 fn text(value: &Any<'_>) -> Result<String, X509Error> {
-    let ascii_only = match value.tag() {
-        Tag::Utf8String => false,
-        Tag::PrintableString | Tag::Ia5String | Tag::NumericString => true,
+    let is_valid: fn(u8) -> bool = match value.tag() {
+        Tag::Utf8String => |_| true,
+        Tag::BmpString => return bmp_text(value.data),
+        Tag::T61String | Tag::Ia5String => |byte| byte.is_ascii(),
+        Tag::PrintableString => is_printable,
+        Tag::NumericString => |byte| byte.is_ascii_digit() || byte == b' ',
         other => return Err(X509Error::NameType(other)),
     };
     match std::str::from_utf8(value.data) {
-        Ok(text) if !ascii_only || text.is_ascii() => Ok(text.to_owned()),
+        Ok(text) if text.bytes().all(is_valid) => Ok(text.to_owned()),
         _ => Err(X509Error::NameText),
     }
+}
+
+/// A character that Go accepts in a `PrintableString`: those of X.680, `*` and `&`.
+fn is_printable(byte: u8) -> bool {
+    byte.is_ascii_alphanumeric() || b" '()+,-./:=?*&".contains(&byte)
+}
+
+fn bmp_text(data: &[u8]) -> Result<String, X509Error> {
+    let (units, rest) = data.as_chunks::<2>();
+    let chars = units.iter().map(|unit| {
+        let c = char::from_u32(u32::from(u16::from_be_bytes(*unit)));
+        c.filter(|c| *c != '\0').ok_or(X509Error::NameText)
+    });
+    if rest.is_empty() { chars.collect() } else { Err(X509Error::NameText) }
+}
+
+/// Why no version of Go reads a part of a name (`parseName`). Some read T61, BMP and Universal strings that others do not.
+pub(super) fn name_defect(name: &X509Name<'_>) -> Option<X509Error> {
+    name.iter_attributes().find_map(|attribute| match text(attribute.attr_value()) {
+        Err(X509Error::NameText)
+            if !matches!(attribute.attr_value().tag(), Tag::T61String | Tag::BmpString) =>
+        {
+            Some(X509Error::NameText)
+        }
+        _ => None,
+    })
 }

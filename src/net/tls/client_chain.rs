@@ -11,8 +11,8 @@
 //!   most a fifth of a core.
 //! * The sources of the chains take turns in a queue, and no source gets more than half of the free places of
 //!   its queue.
-//! * A [`ChainVerdict`], valid or not, applies until the validity of a certificate of the chain begins or
-//!   ends, or the CA changes. The CA caches valid chains, so a client that reconnects does not queue.
+//! * A [`ChainVerdict`], valid or not, applies until the validity of a certificate of the chain or of the CA
+//!   begins or ends, or the CA changes. The CA caches valid chains, so a client that reconnects does not queue.
 
 mod verification_queue;
 
@@ -25,9 +25,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use jackstay_sys::clock;
 use jackstay_sys::utc::wall_clock;
-use rustls::crypto::aws_lc_rs;
 use rustls::pki_types::{CertificateDer, UnixTime};
-use rustls::server::WebPkiClientVerifier;
 use rustls::server::danger::ClientCertVerifier;
 use tokio::task::spawn_blocking;
 use tokio::time::sleep;
@@ -36,7 +34,9 @@ use self::verification_queue::{VerificationPermit, VerificationQueue};
 use super::ca_bundle::CaBundle;
 use super::certificate::{self, X509Error};
 use super::pem_files::LoadedCa;
+use super::refusal::CertificateRefusal;
 use super::tls_error;
+use super::verification::CertificateVerifier;
 
 /// Maximum of certificates in a chain: a leaf and five CAs. Usual chains have one to three.
 pub const MAX_CERTIFICATES: usize = 6;
@@ -74,6 +74,8 @@ pub struct ClientCa {
     verifier: Arc<dyn ClientCertVerifier>,
     /// The file, unless the CA is not from one.
     bundle: Option<Arc<CaBundle>>,
+    /// Seconds since 1970 at which the validity of a CA certificate begins, or has ended.
+    changes: Vec<u64>,
     /// Distinguishes this CA from those before it: a verdict under another CA does not apply.
     generation: u64,
     /// Chains that are valid under this CA.
@@ -86,15 +88,18 @@ impl ClientCa {
     /// A CA under which `verifier` verifies chains.
     pub fn new(verifier: Arc<dyn ClientCertVerifier>) -> Self {
         let generation = NEXT_GENERATION.fetch_add(1, Ordering::Relaxed);
-        Self { verifier, bundle: None, generation, cache: Mutex::default() }
+        Self { verifier, bundle: None, changes: Vec::new(), generation, cache: Mutex::default() }
     }
 
     /// The CA of a loaded bundle.
     pub(super) fn from_bundle(ca: &LoadedCa) -> Self {
-        let provider = Arc::new(aws_lc_rs::default_provider());
-        let verifier = WebPkiClientVerifier::builder_with_provider(Arc::clone(&ca.roots), provider);
-        let verifier = verifier.build().expect("a loaded CA bundle has at least one root");
-        Self { bundle: Some(Arc::clone(&ca.bundle)), ..Self::new(verifier) }
+        let validities = ca.roots.validities();
+        let changes = validities.flat_map(|(first, last)| [seconds(first), seconds(last) + 1]);
+        Self {
+            bundle: Some(Arc::clone(&ca.bundle)),
+            changes: changes.collect(),
+            ..Self::new(CertificateVerifier::new(&ca.roots))
+        }
     }
 
     /// The file of the CA.
@@ -121,11 +126,7 @@ impl ClientCa {
     fn verify(&self, chain: &[CertificateDer<'_>], now: UnixTime) -> Result<(), ChainError> {
         let (leaf, intermediates) = chain.split_first().ok_or(ChainError::Empty)?;
         let verified = self.verifier.verify_client_cert(leaf, intermediates, now);
-        let time = UNIX_EPOCH + Duration::from_secs(now.as_secs());
-        verified.map(drop).map_err(|error| {
-            let cause = self.bundle.as_ref().and_then(|bundle| bundle.cause_of(&error, time));
-            ChainError::Refused { error, cause }
-        })
+        verified.map(drop).map_err(ChainError::Refused)
     }
 }
 
@@ -142,12 +143,7 @@ pub enum ChainError {
         error: X509Error,
     },
     /// The verifier refuses it.
-    Refused {
-        /// The error of the verifier.
-        error: rustls::Error,
-        /// What is wrong with the CA bundle, if that explains the error.
-        cause: Option<String>,
-    },
+    Refused(rustls::Error),
     /// The verification did not end.
     Interrupted(String),
 }
@@ -159,10 +155,10 @@ impl fmt::Display for ChainError {
             Self::Unparsable { position, error } => {
                 write!(f, "certificate {position} of its chain: {error}")
             }
-            Self::Refused { error, cause: None } => f.write_str(&tls_error::describe(error)),
-            Self::Refused { error, cause: Some(cause) } => {
-                write!(f, "{}: {cause}", tls_error::describe(error))
-            }
+            Self::Refused(error) => match CertificateRefusal::of_error(error) {
+                Some(refusal) => f.write_str(&refusal.about_it()),
+                None => f.write_str(&tls_error::describe(error)),
+            },
             Self::Interrupted(why) => write!(f, "its verification failed: {why}"),
         }
     }
@@ -172,7 +168,7 @@ impl Error for ChainError {
     fn source(&self) -> Option<&(dyn Error + 'static)> {
         match self {
             Self::Unparsable { error, .. } => Some(error),
-            Self::Refused { error, .. } => Some(error),
+            Self::Refused(error) => Some(error),
             Self::Empty | Self::Interrupted(_) => None,
         }
     }
@@ -210,10 +206,11 @@ impl ClientChain {
         &self.certificates[0]
     }
 
-    /// The interval around `now` in which the validity of no certificate changes.
-    fn stable_interval(&self, now: u64) -> (u64, u64) {
-        let before = self.changes.iter().copied().filter(|change| *change <= now).max();
-        let after = self.changes.iter().copied().filter(|change| *change > now).min();
+    /// The interval around `now` in which the validity of no certificate of the chain or of the CA changes.
+    fn stable_interval(&self, ca: &ClientCa, now: u64) -> (u64, u64) {
+        let changes = || self.changes.iter().chain(&ca.changes).copied();
+        let before = changes().filter(|change| *change <= now).max();
+        let after = changes().filter(|change| *change > now).min();
         (before.unwrap_or(0), after.unwrap_or(u64::MAX))
     }
 
@@ -223,7 +220,7 @@ impl ClientChain {
 
     /// Verifies the chain. Takes up to 50 ms.
     fn verify(&self, ca: &ClientCa, now: u64) -> ChainVerdict {
-        let (from, until) = self.stable_interval(now);
+        let (from, until) = self.stable_interval(ca, now);
         let at = UnixTime::since_unix_epoch(Duration::from_secs(now));
         let result = match &self.parse_error {
             Some(error) => Err(error.clone()),

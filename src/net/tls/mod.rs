@@ -9,6 +9,7 @@
 //! * [`version_1`] verifies the handshake of a client with an X.509 version 1 certificate; [`tls_error`]
 //!   describes TLS errors in sentences.
 //! * [`key_log`] writes the secrets of sessions, in builds for packet captures.
+//! * [`verification`] verifies the certificates of servers and clients as Go does; [`refusal`] says why one is refused.
 //! * [`no_server_verification`] is for probes without a CA to verify the server with.
 
 pub mod ca_bundle;
@@ -19,7 +20,9 @@ pub mod key_log;
 pub mod local_ca;
 pub mod no_server_verification;
 pub mod pem_files;
+pub mod refusal;
 pub mod serving;
 mod session_cache;
 pub mod tls_error;
+pub mod verification;
 mod version_1;

@@ -15,7 +15,6 @@ use std::path::Path;
 use std::sync::Arc;
 
 use jackstay_sys::files;
-use rustls::RootCertStore;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::sign::CertifiedKey;
 use zeroize::Zeroizing;
@@ -27,7 +26,7 @@ use self::private_key::{LoadedKey, key_kind, private_key};
 use super::ca_bundle::CaBundle;
 use super::certificate::{self, CertInfo, cert_info};
 use super::file_error::{TlsFileError, TlsFileProblem};
-use super::tls_error;
+use super::verification::TrustedCas;
 
 /// Maximum size of a PEM file: a bundle of all public CAs has about 250 KiB.
 pub const MAX_PEM_FILE: u64 = 4 << 20;
@@ -155,8 +154,8 @@ pub fn cert_from_pem(
 /// The certificate authorities of a PEM bundle.
 #[derive(Debug, Clone)]
 pub struct LoadedCa {
-    /// The certificates that rustls accepts as trust anchors, at least one.
-    pub roots: Arc<RootCertStore>,
+    /// The certificates that can be used, at least one.
+    pub roots: Arc<TrustedCas>,
     /// The file and its certificates.
     pub bundle: Arc<CaBundle>,
     /// Hash of the content of the file.
@@ -172,18 +171,14 @@ pub fn load_ca(path: &Path) -> Result<LoadedCa, TlsFileError> {
 /// Parses a CA bundle; errors name the path.
 pub fn ca_from_pem(path: &Path, pem: &[u8]) -> Result<LoadedCa, TlsFileError> {
     let certificates = Certificates::new(path, pem, &blocks(pem))?;
-    let (mut roots, mut infos) = (RootCertStore::empty(), Vec::new());
+    let (mut roots, mut infos) = (TrustedCas::new(path), Vec::new());
     let mut skipped = Vec::new();
     for (der, line) in certificates.chain.iter().zip(&certificates.lines) {
         let info = cert_info(der);
         match (roots.add(der.clone()), info) {
             (Ok(()), Ok(info)) => infos.push(info),
             (Ok(()), Err(_)) => {}
-            (Err(_), Err(error)) => skipped.push((*line, error.to_string())),
-            (Err(error), Ok(info)) => {
-                let message = format!("{}: {}", info.subject, tls_error::describe(&error));
-                skipped.push((*line, message));
-            }
+            (Err(refusal), _) => skipped.push((*line, refusal.to_string())),
         }
     }
     let count = certificates.chain.len() + certificates.damaged.len();

@@ -63,6 +63,7 @@ mod tests {
     use super::super::pem_files::tests::{VERSION_1_CERTIFICATE, VERSION_1_KEY};
     use super::super::pem_files::{ca_from_pem, cert_from_pem};
     use super::super::serving::server_config;
+    use super::super::verification::CertificateVerifier;
     use super::*;
 
     /// Makes a handshake in which the client shows the certificate `shown` and signs with `key`.
@@ -85,7 +86,8 @@ mod tests {
         let client = ClientConfig::builder_with_provider(Arc::new(aws_lc_rs::default_provider()))
             .with_protocol_versions(&[version])
             .unwrap()
-            .with_root_certificates(ca.roots)
+            .dangerous()
+            .with_custom_certificate_verifier(CertificateVerifier::new(&ca.roots))
             .with_client_cert_resolver(Arc::new(resolver));
         let mut client =
             ClientConnection::new(Arc::new(client), "localhost".try_into().unwrap()).unwrap();

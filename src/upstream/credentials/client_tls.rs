@@ -11,6 +11,7 @@ use crate::net::tls::certificate::CertInfo;
 use crate::net::tls::key_log;
 use crate::net::tls::no_server_verification::NoServerVerification;
 use crate::net::tls::pem_files::{LoadedCa, LoadedCert};
+use crate::net::tls::verification::CertificateVerifier;
 
 static GENERATION: AtomicU64 = AtomicU64::new(1);
 
@@ -31,7 +32,8 @@ pub struct ClientTls {
 
 /// Configurations that show `certificate`, or none.
 pub fn client_tls(ca: &LoadedCa, certificate: Option<&LoadedCert>) -> ClientTls {
-    let builder = builder().with_root_certificates(Arc::clone(&ca.roots));
+    let verifier = CertificateVerifier::new(&ca.roots);
+    let builder = builder().dangerous().with_custom_certificate_verifier(verifier);
     let config = match certificate {
         None => builder.with_no_client_auth(),
         Some(loaded) => builder.with_client_cert_resolver(Arc::new(

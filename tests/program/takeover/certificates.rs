@@ -153,7 +153,7 @@ async fn expired_ca_bundle_is_named_as_the_cause() {
     .await;
     until("the reason of the endpoint names the CA file", async || {
         let status = setup.page("/status").await;
-        status.contains(&format!("the certificate is not signed by a trusted CA: {cause}"))
+        status.contains(&format!("is not signed by a trusted CA: {cause}"))
     })
     .await;
     let readyz = setup.page("/readyz").await;

@@ -85,7 +85,11 @@ fn subjects_are_equal_if_kubernetes_treats_them_as_the_same_user() {
     let with_separators = subject(&[(CN, "a\nb, O=x".into())]).unwrap();
     assert_eq!(with_separators.to_string(), "CN=a\\nb\\, O=x");
     let teletex = DnValue::TeletexString("n1".try_into().unwrap());
-    assert!(matches!(subject(&[(CN, teletex)]), Err(X509Error::NameType(_))));
+    assert_eq!(subject(&[(CN, teletex)]), subject(&[(CN, "n1".into())]));
+    let bmp = DnValue::BmpString("n1".try_into().unwrap());
+    assert_eq!(subject(&[(CN, bmp)]), subject(&[(CN, "n1".into())]));
+    let universal = DnValue::UniversalString("n1".try_into().unwrap());
+    assert!(matches!(subject(&[(CN, universal)]), Err(X509Error::NameType(_))));
 }
 
 /// kube-apiserver reads the UID of a user only from its own attribute, not from `uid` of RFC 4519. For it, the

@@ -257,7 +257,7 @@ pub struct Failure {
     pub kind: FailureKind,
     /// The error as text, with the remedy if there is one.
     pub text: String,
-    /// What to do, at the end of the text, if the certificate of the server is refused.
+    /// What to do, at the end of the text, if a failure of TLS says so.
     pub remedy: Option<String>,
 }
 

@@ -28,10 +28,9 @@ use super::first_bytes::FirstBytes;
 use super::observations::{ConnectAttempt, Failure, FailureKind, Ms, Step};
 use super::verify;
 use crate::config::describe_io_error;
-use crate::net::tls::refusal::CertificateRefusal;
 use crate::net::tls::tls_error;
-use crate::upstream::connection::{describe_h2_error, is_ping_complaint};
 use crate::upstream::api_root::ApiRoot;
+use crate::upstream::connection::{describe_h2_error, is_ping_complaint};
 use crate::upstream::readyz::{failed_checks, not_served};
 
 /// Limit of each step. A connect with two lost SYNs takes 3 s (RFC 6298 section 2) and still succeeds.
@@ -202,8 +201,7 @@ pub(super) async fn open(
             return failure(Step::Tls, kind, text);
         }
         let text = format!("TLS: {}", tls_error::describe_server_handshake_error(&error));
-        let refusal = tls_error::tls_error(&error).and_then(CertificateRefusal::of_error);
-        let remedy = refusal.map(|refusal| refusal.remedy().to_owned());
+        let remedy = tls_error::server_remedy(&error);
         Failure { remedy, ..failure(Step::Tls, verify::kind_of(&error), text) }
     })
     .await?;

@@ -79,6 +79,14 @@ impl VerifiedNames {
 }
 
 impl CertificateNames {
+    /// The names, for people.
+    fn listed(&self) -> String {
+        if self.names.is_empty() {
+            return "no name, since it has no subject alternative name".to_owned();
+        }
+        self.names.join(", ")
+    }
+
     /// Whether the certificate contains a name or an address. A wildcard matches one label (RFC 6125).
     fn contains(&self, wanted: &str) -> bool {
         if let Ok(ip) = wanted.parse::<IpAddr>() {
@@ -159,7 +167,7 @@ fn select_from_certificates(inputs: &NameInputs<'_>) -> VerifiedNames {
             selected.notes.push(format!(
                 "the certificate of {} is not for {given:?}; it is for {}",
                 certificate.address,
-                certificate.names.join(", ")
+                certificate.listed()
             ));
         }
         lacking.is_none()
@@ -188,7 +196,7 @@ fn select_from_certificates(inputs: &NameInputs<'_>) -> VerifiedNames {
                  use this apiserver; write the endpoint with a name in its certificate, or add the \
                  address to the certificate (certSANs of kubeadm)",
                 certificate.address,
-                certificate.names.join(", ")
+                certificate.listed()
             ));
         }
     }

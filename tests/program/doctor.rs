@@ -183,7 +183,7 @@ fn doctor_invalid_server_certificate_finds_its_defect() {
         assert_first(&expired.join().unwrap(), Cause::CertificateExpired);
         let findings = other_names.join().unwrap();
         assert_first(&findings, Cause::SanMissing);
-        assert!(findings[0].because.ends_with(" is for lb.example, 10.9.9.9"), "{findings:#?}");
+        assert!(findings[0].because.ends_with(" only for lb.example, 10.9.9.9"), "{findings:#?}");
         assert_first(&wrong_ca.join().unwrap(), Cause::WrongCa);
     });
     // The credential was not sent to the unverified server.

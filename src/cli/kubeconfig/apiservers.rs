@@ -178,7 +178,8 @@ fn note_unusable(
         if survey.not_apiservers.iter().any(is_reported) {
             continue;
         }
-        if let (NoNames::Refused(_), true) = (refused, is_endpoint(address)) {
+        let answers = !survey.not_apiservers.iter().any(|reported| reported.address == *address);
+        if answers && matches!(refused, NoNames::Refused(_)) && is_endpoint(address) {
             warnings.push(format!("{address} is not accepted: {why}"));
             continue;
         }

@@ -6,6 +6,8 @@ use std::io;
 
 use rustls::{CertificateError, Error, InvalidMessage};
 
+use super::refusal::CertificateRefusal;
+
 /// The TLS error in an I/O error. If there is one, the peer has answered.
 pub fn tls_error(error: &io::Error) -> Option<&Error> {
     error.get_ref().and_then(|inner| inner.downcast_ref())
@@ -30,7 +32,50 @@ pub fn describe_server_handshake_error(error: &io::Error) -> String {
                 starting or stopping"
             .to_owned();
     }
-    describe_handshake_error(error)
+    let text = describe_handshake_error(error);
+    match tls_error(error).and_then(remedy_for_settings) {
+        Some(remedy) => format!("{text}: {remedy}"),
+        None => text,
+    }
+}
+
+/// What to do about a server with which the handshake failed, as the description of the error ends.
+pub fn server_remedy(error: &io::Error) -> Option<String> {
+    let error = tls_error(error)?;
+    let refusal = CertificateRefusal::of_error(error).map(|refusal| refusal.remedy().to_owned());
+    refusal.or_else(|| remedy_for_settings(error).map(str::to_owned))
+}
+
+/// What to do if the server and jackstay do not agree on TLS, or the server refuses what jackstay shows.
+fn remedy_for_settings(error: &Error) -> Option<&'static str> {
+    use rustls::AlertDescription::{
+        BadCertificate, CertificateExpired, CertificateRequired, CertificateUnknown,
+        HandshakeFailure, InsufficientSecurity, ProtocolVersion, UnknownCA, UnrecognisedName,
+        UnsupportedCertificate,
+    };
+    Some(match error {
+        Error::PeerIncompatible(_)
+        | Error::AlertReceived(HandshakeFailure | ProtocolVersion | InsufficientSecurity) => {
+            "permit TLS 1.2 or 1.3 with a cipher suite of ECDHE and AES-GCM or ChaCha20 at the server \
+             (`--tls-min-version`, `--tls-cipher-suites`)"
+        }
+        Error::AlertReceived(UnrecognisedName) => {
+            "set the server name (`tls.server_name`, `tls-server-name`) to one that the server, or the proxy before it, \
+             expects"
+        }
+        Error::AlertReceived(
+            BadCertificate
+            | CertificateExpired
+            | CertificateRequired
+            | CertificateUnknown
+            | UnknownCA
+            | UnsupportedCertificate,
+        ) => "renew the client certificate, or name one that the server's client CA has signed",
+        Error::InvalidCertificate(CertificateError::BadSignature) => {
+            "give the server the certificate and the key that belong together"
+        }
+        _ => return None,
+    })
 }
 
 /// Whether the peer closed or reset the connection.
@@ -76,7 +121,7 @@ pub fn describe(error: &Error) -> String {
     }
 }
 
-/// Describes why a certificate is refused. A verifier of this package says it in a [`super::refusal::CertificateRefusal`]; the other
+/// Describes why a certificate is refused. A verifier of this package says it in a [`CertificateRefusal`]; the other
 /// errors are those of the signature of a handshake.
 fn describe_certificate_error(error: &CertificateError) -> String {
     match error {
@@ -125,7 +170,7 @@ mod tests {
     use rustls::{AlertDescription, PeerIncompatible, PeerMisbehaved};
 
     use super::*;
-    use crate::net::tls::refusal::{CertificateRefusal, RefusalKind};
+    use crate::net::tls::refusal::RefusalKind;
 
     #[test]
     fn certificate_errors_become_sentences() {
@@ -184,6 +229,12 @@ mod tests {
                 "the server closed the connection in the TLS handshake: it may not speak TLS";
             assert!(of_server.starts_with(expected), "{of_server}");
         }
+        let alert = Error::AlertReceived(AlertDescription::ProtocolVersion);
+        let alert = io::Error::new(io::ErrorKind::InvalidData, alert);
+        let text = describe_server_handshake_error(&alert);
+        let start = "the peer sent the TLS alert \"protocol version\": permit TLS 1.2 or 1.3";
+        assert!(text.starts_with(start), "{text}");
+        assert!(text.ends_with(&server_remedy(&alert).unwrap()), "{text}");
         let refused = io::Error::from(io::ErrorKind::ConnectionRefused);
         assert_eq!(describe_handshake_error(&refused), refused.to_string());
         assert_eq!(describe_server_handshake_error(&refused), refused.to_string());

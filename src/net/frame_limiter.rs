@@ -450,7 +450,16 @@ mod tests {
         let more = frame(frame_type::CONTINUATION, 0, &[1]);
         let last = frame(frame_type::CONTINUATION, END_HEADERS, &[1]);
         let whole = frame(frame_type::HEADERS, END_HEADERS, &[1; 20]);
-        for (bytes, held) in [(&whole, 0), (&first, 1 << 20), (&more, 1 << 20), (&last, 0)] {
+        let large = frame(frame_type::CONTINUATION, 0, &[1; 200]).repeat(25);
+        for (bytes, held) in [
+            (&whole, 0),
+            (&first, 20 << 8),
+            (&more, 21 << 8),
+            (&large, 1 << 20),
+            (&last, 0),
+            (&first, 20 << 8),
+            (&last, 0),
+        ] {
             client.write_all(bytes).await.unwrap();
             read(&mut limiter, bytes.len()).await.unwrap();
             assert_eq!(source.used(), held);

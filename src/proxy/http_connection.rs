@@ -40,6 +40,8 @@ use crate::net::frame_limiter::FrameLimiter;
 
 /// Largest frame accepted: RFC 9113's default.
 const MAX_FRAME_SIZE: u32 = 16 * 1024;
+/// The largest head that kube-apiserver accepts (Go's `net/http`, `DefaultMaxHeaderBytes`).
+const KUBE_APISERVER_HEAD: u32 = 1 << 20;
 /// Bytes of one response that h2 buffers. [`TrackedBody`] returns fewer than that at a time.
 const SEND_BUFFER_SIZE: usize = 256 * 1024;
 /// Limit on streams that a client has opened and reset before hyper accepted them. The rapid-reset attack
@@ -257,11 +259,12 @@ impl HttpConnection<'_> {
     }
 }
 
-/// The header list that an HTTP/2 client may send: twice the limit of a head. A head between both gets a `Status`
-/// ([`hygiene::check_size`]). h2 answers a larger one itself with a 431 without a body, and closes the connection of one
-/// that is four times as large as announced. Go's client sends no head that is larger than announced.
+/// The header list that an HTTP/2 client may send: twice the limit of a head, and as much as kube-apiserver accepts. A head
+/// between both gets a `Status` ([`hygiene::check_size`]). h2 answers a larger one itself with a 431 without a body, or closes
+/// the connection. Go's client sends no head that is larger than announced, and its error does not name the limit.
 const fn http2_header_list(max_header_bytes: u32) -> u32 {
-    max_header_bytes.saturating_mul(2)
+    let twice = max_header_bytes.saturating_mul(2);
+    if twice > KUBE_APISERVER_HEAD { twice } else { KUBE_APISERVER_HEAD }
 }
 
 /// The fields that hyper reads of an HTTP/1.1 head: no head of `max_header_bytes` has more.

@@ -16,6 +16,7 @@ use bytes::Bytes;
 use h2::client::{Connection as H2Connection, SendRequest};
 use h2::{Ping, PingPong};
 use jackstay_core::receive_windows::ReceiveWindows;
+use jackstay_core::request::hygiene::MAX_RESPONSE_HEAD;
 use jackstay_sys::clock;
 use jackstay_sys::process::resource_limits;
 use jackstay_sys::sockets::connector::Connector;
@@ -42,7 +43,7 @@ const RACE_AFTER: Duration = Duration::from_millis(250);
 /// cheaper.
 const MAX_FRAME: u32 = 64 * 1024;
 /// Largest header list that the peer may send. Response headers of an apiserver are small.
-const MAX_HEADER_LIST: u32 = 64 * 1024;
+const MAX_HEADER_LIST: u32 = MAX_RESPONSE_HEAD as u32;
 /// Stream limit assumed until the peer's SETTINGS arrive, which is before the first PONG.
 const INITIAL_STREAMS: usize = 100;
 /// Bytes that h2 buffers for sending on each stream, at most.

@@ -15,7 +15,7 @@ use hyper::body::Incoming;
 use hyper::client::conn::http1;
 use hyper::ext::on_informational;
 use hyper_util::rt::TokioIo;
-use jackstay_core::request::hygiene::FIELD_OVERHEAD;
+use jackstay_core::request::hygiene::{FIELD_OVERHEAD, MAX_RESPONSE_HEAD};
 use jackstay_sys::clock;
 use jackstay_sys::sockets::tracked_stream::StreamObserver;
 use jackstay_sys::sockets::tunnel_stream::TunnelStream;
@@ -38,10 +38,8 @@ use crate::upstream::flow_check::FlowHealthCheck;
 const NEXT_AFTER: Duration = Duration::from_millis(500);
 /// Interim responses (1xx) that one request may get. hyper skips them without a limit.
 const MAX_INTERIM_RESPONSES: usize = 100;
-/// Longest response head, as on HTTP/2 connections. hyper's default is 400 KiB.
-const MAX_HEAD: usize = 64 * 1024;
-/// Fields of a response head: no head of [`MAX_HEAD`] bytes has more, as HTTP/2 counts them.
-const MAX_FIELDS: usize = MAX_HEAD / FIELD_OVERHEAD;
+/// Fields of a response head: no head of [`MAX_RESPONSE_HEAD`] bytes has more, as HTTP/2 counts them.
+const MAX_FIELDS: usize = MAX_RESPONSE_HEAD / FIELD_OVERHEAD;
 
 /// The stream of a connection after a response 101.
 pub type Tunnelled = TunnelStream<UpstreamStream>;
@@ -64,6 +62,10 @@ pub enum Http1Error {
 impl fmt::Display for Http1Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
+            Self::Hyper(error) if error.is_parse_too_large() => {
+                let size = MAX_RESPONSE_HEAD / 1024;
+                write!(f, "the head of the response is larger than {size} KiB")
+            }
             // hyper does not print the cause.
             Self::Hyper(error) => match error.source() {
                 Some(cause) => write!(f, "{error}: {cause}"),
@@ -214,7 +216,8 @@ impl Http1Connection {
     /// No response arrived. The request may have been processed.
     pub async fn send(self, mut request: Request<Incoming>) -> Result<Http1Response, Http1Error> {
         let (mut sender, connection) = http1::Builder::new()
-            .max_buf_size(MAX_HEAD)
+            // As on HTTP/2 connections. The default is 400 KiB.
+            .max_buf_size(MAX_RESPONSE_HEAD)
             .max_headers(MAX_FIELDS)
             .handshake(TokioIo::new(self.stream))
             .await

@@ -9,6 +9,7 @@ mod support;
 
 mod certificates;
 mod gateway;
+mod header_fields;
 mod heads;
 mod hosts;
 mod kubeconfigs;

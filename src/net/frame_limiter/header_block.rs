@@ -1,7 +1,7 @@
 //! The time that a peer has for one header block, the memory that it holds meanwhile, and what its fields hold afterwards.
 //!
-//! h2 decodes each piece as it arrives, so the first bytes of an open block may hold as much as the largest head. Fields
-//! may stay in the [table](HeaderTable) of its decoder.
+//! h2 decodes each piece as it arrives, and a byte may refer to a field in the [table](HeaderTable) of its decoder. So an open
+//! block may hold [`BYTE_COST`] for each of its bytes, and at most as much as the largest head.
 
 use std::pin::Pin;
 use std::task::Context;
@@ -16,6 +16,9 @@ use tokio::time::{Sleep, sleep};
 /// Charges so many bytes of this kind; `None` if they do not fit.
 pub type ChargeHeaders = Box<dyn Fn(MemoryKind, usize) -> Option<MemoryCharge>>;
 
+/// What one byte of a block may hold: a field of 32 bytes and more in the list of RFC 9113, 6.5.2, and its entry in a map of
+/// headers that has room for as many more.
+const BYTE_COST: usize = 256;
 /// What the table of a connection keeps is charged in multiples of these bytes.
 const TABLE_STEP: usize = 16 << 10;
 /// What the table of a connection keeps without a charge of its own: the paths of many usual requests.
@@ -26,6 +29,8 @@ struct BlockMemory {
     charge: ChargeHeaders,
     /// Bytes that an open block may hold.
     largest: usize,
+    /// Bytes of the open block.
+    bytes: usize,
     /// Charged while a block is open.
     open: Option<MemoryCharge>,
     table: HeaderTable,
@@ -56,10 +61,10 @@ impl HeaderBlock {
         Self { limit, ends: None, deadline: None, memory: None }
     }
 
-    /// Charges blocks whose end is not in their first frame, of which each may hold `largest` bytes, and the table.
+    /// Charges blocks whose end is not in their first frame, of which each may hold `largest` bytes at most, and the table.
     pub(super) fn set_charge(&mut self, largest: usize, charge: ChargeHeaders) {
         let (open, table, steps) = (None, HeaderTable::default(), Vec::new());
-        self.memory = Some(BlockMemory { charge, largest, open, table, steps });
+        self.memory = Some(BlockMemory { charge, largest, bytes: 0, open, table, steps });
     }
 
     /// Takes in the header of a frame.
@@ -75,11 +80,14 @@ impl HeaderBlock {
         let Some(memory) = &mut self.memory else { return Ok(()) };
         memory.table.frame(header);
         if self.ends != Some(false) {
-            memory.open = None;
-        } else if memory.open.is_none() {
-            let charge = (memory.charge)(MemoryKind::Streams, memory.largest);
-            memory.open = Some(charge.ok_or(LimitedFrame::HeaderBlock)?);
+            (memory.open, memory.bytes) = (None, 0);
+            return Ok(());
         }
+        memory.bytes += header.length as usize;
+        memory.open = None;
+        let held = (memory.bytes * BYTE_COST).min(memory.largest);
+        let charge = (memory.charge)(MemoryKind::Streams, held);
+        memory.open = Some(charge.ok_or(LimitedFrame::HeaderBlock)?);
         Ok(())
     }
 

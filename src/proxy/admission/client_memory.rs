@@ -4,7 +4,7 @@
 //! |---|---|
 //! | connection | [`CONNECTION_COST`]; on HTTP/1.1 also the buffer of a large head while it is read ([`super::head_memory`]) |
 //! | request | [`STREAM_COST`], and its head as decoded, until the last byte of the response is sent |
-//! | head over HTTP/2 that continues in other frames | what the largest one may hold ([`open_head`]), until it is complete |
+//! | head over HTTP/2 that continues in other frames | what its bytes may hold, at most the largest one ([`open_head`]), until it is complete |
 //! | header table of HTTP/2 | what its entries keep ([`jackstay_core::header_table`]) |
 //! | request body | its receive window, up to the window of the connection |
 //! | response | its [`ResponseReserve`] from the begin of the request, or when one that waits to prove its token is sent, that of a watch for a watch, and the waiting bytes beyond it |

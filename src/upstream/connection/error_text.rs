@@ -5,6 +5,9 @@ use std::time::Duration;
 
 use jackstay_core::connection::ping_limit::is_complaint;
 
+use h2::Reason;
+use jackstay_core::request::hygiene::MAX_RESPONSE_HEAD;
+
 use crate::net::tls::tls_error::describe_alert_in;
 
 /// Number of characters of the debug data of a GOAWAY that are shown.
@@ -12,7 +15,8 @@ const MAX_DEBUG_DATA: usize = 100;
 
 /// The text of an error on a connection or stream.
 pub fn describe_h2_error(error: &h2::Error) -> String {
-    closed_by_apiserver(error).unwrap_or_else(|| describe_alert_in(&error.to_string()))
+    let text = closed_by_apiserver(error).or_else(|| large_head(error));
+    text.unwrap_or_else(|| describe_alert_in(&error.to_string()))
 }
 
 /// The text of the error that ended a connection.
@@ -40,6 +44,24 @@ fn goaway_debug_data(error: &h2::Error) -> String {
     let quoted = text.rsplit_once(" (b\"").and_then(|(_, rest)| rest.strip_suffix("\")"));
     // Escaped bytes are ASCII.
     quoted.unwrap_or_default().chars().take(MAX_DEBUG_DATA).collect()
+}
+
+/// The text of an error with which h2 refuses a response head that is larger than [`MAX_RESPONSE_HEAD`]: a reset of the stream,
+/// which it also has for a malformed head, or the end of the connection if the head has far more frames.
+fn large_head(error: &h2::Error) -> Option<String> {
+    let size = MAX_RESPONSE_HEAD / 1024;
+    match error.reason()? {
+        _ if !error.is_library() => None,
+        Reason::PROTOCOL_ERROR if error.is_reset() => {
+            Some(format!("the head of the response is larger than {size} KiB, or malformed"))
+        }
+        Reason::ENHANCE_YOUR_CALM => {
+            let (text, reasons) = (error.to_string(), ["too_many_continuations", "way_too_large"]);
+            let is_head = reasons.iter().any(|reason| text.contains(reason));
+            is_head.then(|| format!("the head of a response is far larger than {size} KiB"))
+        }
+        _ => None,
+    }
 }
 
 /// The text of an error that means that the apiserver closed the connection: a GOAWAY, or an EOF. The

@@ -86,6 +86,9 @@ fn check_head(parts: &Parts) -> Result<(), StatusError> {
 /// Bytes that a field counts besides its name and value: what RFC 9113, section 6.5.2 adds for the memory of a field.
 pub const FIELD_OVERHEAD: usize = 32;
 
+/// The largest head of a response, in bytes, counted as that of a request.
+pub const MAX_RESPONSE_HEAD: usize = 64 * 1024;
+
 /// The longest request target, in bytes. An [`http::Uri`] holds no longer one.
 pub const MAX_TARGET: usize = u16::MAX as usize - 1;
 

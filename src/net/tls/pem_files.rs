@@ -5,6 +5,7 @@
 
 mod blocks;
 mod foreign_format;
+mod key_encoding;
 mod private_key;
 
 use std::collections::hash_map::DefaultHasher;
@@ -21,8 +22,9 @@ use zeroize::Zeroizing;
 
 use crate::config::CertPaths;
 
-use self::blocks::{Block, BlockError, Unusual, blocks};
-use self::private_key::{LoadedKey, key_kind, private_key};
+use self::blocks::{Block, BlockError, Unusual, at_line, blocks, found_labels};
+use self::key_encoding::key_kind;
+use self::private_key::{LoadedKey, private_key};
 use super::ca_bundle::CaBundle;
 use super::certificate::{self, CertInfo, cert_info};
 use super::file_error::{TlsFileError, TlsFileProblem};
@@ -302,18 +304,6 @@ fn unusual_forms(path: &Path, blocks: &[Block]) -> Vec<String> {
         format!("{}: {}", path.display(), at_line(line, message))
     };
     forms.map(sentence).collect()
-}
-
-/// `; it contains X (line 1)` for the labels of a file that lacks what was expected.
-fn found_labels(blocks: &[Block]) -> String {
-    let found = blocks.iter().take(3);
-    let found: Vec<String> =
-        found.map(|block| format!("{} (line {})", block.label, block.line)).collect();
-    if found.is_empty() { String::new() } else { format!("; it contains {}", found.join(", ")) }
-}
-
-fn at_line(line: usize, message: impl fmt::Display) -> String {
-    format!("line {line}: {message}")
 }
 
 /// Reads a PEM file. The content is overwritten when it is dropped, since it may contain a private key.

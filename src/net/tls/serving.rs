@@ -383,14 +383,14 @@ mod tests {
         std::fs::write(&ca, "").unwrap();
         let serial = write_pair(&pair);
         let refresh = tls.refresh();
-        assert!(refresh.changed && refresh.error.unwrap().contains("ca.pem: contains no"));
+        assert!(refresh.changed && refresh.error.unwrap().contains("ca.pem: is empty"));
         assert_eq!(tls.certificate().info.serial, serial);
         assert!(tls.client_ca().is_some() && !ca_changes.has_changed().unwrap());
 
         std::fs::write(&pair, "").unwrap();
         write_pair(&ca);
         let refresh = tls.refresh();
-        assert!(refresh.changed && refresh.error.unwrap().contains("pair.pem: contains no"));
+        assert!(refresh.changed && refresh.error.unwrap().contains("pair.pem: is empty"));
         assert_eq!(tls.certificate().info.serial, serial);
         assert!(ca_changes.has_changed().unwrap());
 

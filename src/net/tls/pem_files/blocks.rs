@@ -336,6 +336,19 @@ fn split<'a>(text: &'a [u8], separator: &[u8]) -> Option<(&'a [u8], &'a [u8])> {
     Some((&text[..at], &text[at + separator.len()..]))
 }
 
+/// `; it contains X (line 1)` for the labels of a file that lacks what was expected.
+pub(super) fn found_labels(blocks: &[Block]) -> String {
+    let found = blocks.iter().take(3);
+    let found: Vec<String> =
+        found.map(|block| format!("{} (line {})", block.label, block.line)).collect();
+    if found.is_empty() { String::new() } else { format!("; it contains {}", found.join(", ")) }
+}
+
+/// A message about a line of a file.
+pub(super) fn at_line(line: usize, message: impl fmt::Display) -> String {
+    format!("line {line}: {message}")
+}
+
 /// A label for messages: its start, with escapes for all but printable ASCII.
 fn label_text(label: &[u8]) -> String {
     label.iter().take(MAX_LABEL).flat_map(|byte| byte.escape_ascii()).map(char::from).collect()

@@ -5,7 +5,7 @@ use base64::engine::general_purpose::STANDARD;
 use x509_parser::prelude::{FromDer, X509Certificate};
 use zeroize::Zeroizing;
 
-use super::private_key::is_private_key;
+use super::key_encoding::is_private_key;
 
 /// `pkcs7-data` (RFC 2315 section 14) without its last byte, which is in PKCS #12 and PKCS #7 files.
 const PKCS7: &[u8] = &[0x2a, 0x86, 0x48, 0x86, 0xf7, 0x0d, 0x01, 0x07];

@@ -62,13 +62,12 @@ impl KubeconfigFiles {
             let path = paths.command_line.clone().or(default);
             let path = path.ok_or(KubeconfigError::NoneNamed)?;
             let is_default = paths.command_line.is_none();
-            let file = KubeconfigFile::read(&path)?.ok_or_else(|| {
-                if is_default && paths.is_sudo {
-                    KubeconfigError::MissingOfSudo(path)
-                } else {
-                    KubeconfigError::Missing(path)
-                }
-            })?;
+            let missing = if is_default && paths.is_sudo {
+                KubeconfigError::MissingOfSudo
+            } else {
+                KubeconfigError::Missing
+            };
+            let file = KubeconfigFile::read(&path)?.ok_or(missing(path))?;
             return Ok(Self(vec![file]));
         }
         let mut files: Vec<KubeconfigFile> = Vec::new();

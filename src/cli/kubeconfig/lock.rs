@@ -26,7 +26,7 @@ pub(super) fn acquire<'a>(
         let mut path = output.path.clone().into_os_string();
         path.push(".lock");
         let path = PathBuf::from(path);
-        match OpenOptions::new().write(true).create_new(true).mode(0).open(&path) {
+        match OpenOptions::new().write(true).create_new(true).mode(0o000).open(&path) {
             Ok(_) => locks.push(KubeconfigLock(path)),
             Err(error) if error.kind() == ErrorKind::AlreadyExists => {
                 return Err(Failure::Write(format!(

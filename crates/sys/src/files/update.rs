@@ -1,6 +1,6 @@
 //! Changes a file of a user as an editor does: what is not content stays.
 //!
-//! kubectl writes into the file (client-go, `clientcmd.WriteToFile`), which keeps its owner, mode, ACL, SELinux context
+//! kubectl writes into the file (client-go, `clientcmd.WriteToFile`), which keeps its owner, mode, ACL, `SELinux` context
 //! and hard links, but a crash or a full disk leaves a part. A file is replaced atomically by one with the same
 //! attributes where that is possible, and written into otherwise:
 //!
@@ -24,7 +24,7 @@ use tempfile::NamedTempFile;
 
 use super::{Replacement, StagedFile, directory_of, stage_at, temporary_for};
 
-/// Maximum number of symbolic links that are followed to a file that does not exist (path_resolution(7)).
+/// Maximum number of symbolic links that are followed to a file that does not exist (`path_resolution(7)`).
 const MAX_LINKS: usize = 40;
 /// The bit of a directory in which only owners remove files (inode(7)).
 const STICKY: u32 = 0o1000;
@@ -123,7 +123,7 @@ fn stage_replacement(path: &Path, old: &fs::Metadata, bytes: &[u8]) -> io::Resul
     Ok(StagedFile { temporary, path: path.to_owned(), replacement: Replacement::Rename })
 }
 
-/// Gives a new file the owner, mode and extended attributes (ACL, SELinux context) of an old one.
+/// Gives a new file the owner, mode and extended attributes (ACL, `SELinux` context) of an old one.
 fn copy_attributes(path: &Path, old: &fs::Metadata, new: &NamedTempFile) -> io::Result<()> {
     let file: &File = new.as_file();
     let now = file.metadata()?;

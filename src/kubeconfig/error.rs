@@ -5,7 +5,6 @@ use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use super::context::ContextError;
 use crate::config::describe_io_error;
 
 /// Why the kubeconfig files of a user, or a file that they name, cannot be read, or a kubeconfig cannot be written.
@@ -70,33 +69,6 @@ pub enum Unwritable {
     Kubeconfig,
     /// A value in it has no YAML form.
     Value,
-}
-
-/// Why a context of the kubeconfig files cannot be used.
-#[derive(Debug)]
-pub enum ResolveError {
-    /// A file cannot be used.
-    File(KubeconfigError),
-    /// The context cannot be used.
-    Context(ContextError),
-}
-
-impl fmt::Display for ResolveError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::File(error) => error.fmt(f),
-            Self::Context(error) => error.fmt(f),
-        }
-    }
-}
-
-impl Error for ResolveError {
-    fn source(&self) -> Option<&(dyn Error + 'static)> {
-        match self {
-            Self::File(error) => Some(error),
-            Self::Context(error) => Some(error),
-        }
-    }
 }
 
 impl KubeconfigError {

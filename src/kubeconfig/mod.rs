@@ -27,10 +27,10 @@ pub mod verified_names;
 
 pub use context::{ClusterError, ContextError, ResolvedContext};
 pub use credential::{Credential, CredentialError, PemSource, TokenSource, UserCredentials};
-pub use error::{ContentError, KubeconfigError, ResolveError, Unwritable};
+pub use error::{ContentError, KubeconfigError, Unwritable};
 pub use exec::{ExecCredential, ExecError, ExecPlugin, ExecProblem};
 pub use file::{KubeconfigFile, MAX_KUBECONFIG, find_cluster, find_cluster_mut, kubeconfig_yaml};
-pub use files::{KubeconfigFiles, KubeconfigPaths};
+pub use files::{KubeconfigFiles, KubeconfigPaths, ResolveError};
 pub use original::{recorded_configuration, recorded_original};
 pub use proxy::ProxyEnvironment;
 pub use sent_authority::sent_authority;

@@ -206,7 +206,8 @@ pub(super) fn without_user(url: &str) -> String {
 
 impl fmt::Display for ServerUrl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "https://{}{}", self.address(), self.path)
+        // A zone is escaped in a URL (RFC 6874).
+        write!(f, "https://{}{}", self.address().replacen('%', "%25", 1), self.path)
     }
 }
 

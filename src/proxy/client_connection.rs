@@ -272,19 +272,7 @@ impl ClientConnection {
 
         hygiene::upstream_headers(&mut parts.headers, &self.forwarded_for, info.upgrade);
         if info.upgrade {
-            let memory = self.memory.charge_tunnel()?;
-            if let Some(authority) = &service.upstream.pool.upstream().config().authority {
-                set_host(&mut parts, authority);
-            }
-            let upgrade = Upgrade {
-                memory,
-                watch_drain: info.is_tunnelled_watch().then(|| service.drain.clone()),
-                upstream: Rc::clone(&service.upstream),
-                class,
-                proof,
-                request: Request::from_parts(parts, body),
-                tunnels: service.tunnels.of_request(self.slot.begin_request()),
-            };
+            let upgrade = self.upgrade(service, &info, (parts, body), (class, proof))?;
             return Ok((PreparedRequest::Upgrade(Box::new(upgrade)), credential));
         }
         let is_watch = info.kind == RequestKind::Watch;
@@ -321,6 +309,28 @@ impl ClientConnection {
 }
 
 impl ClientConnection {
+    fn upgrade(
+        &self,
+        service: &ListenerService,
+        info: &RequestInfo,
+        (mut parts, body): (Parts, Incoming),
+        (class, proof): (CredentialClass, IdentityProof),
+    ) -> Result<Upgrade, StatusError> {
+        let memory = self.memory.charge_tunnel()?;
+        if let Some(authority) = &service.upstream.pool.upstream().config().authority {
+            set_host(&mut parts, authority);
+        }
+        Ok(Upgrade {
+            memory,
+            watch_drain: info.is_tunnelled_watch().then(|| service.drain.clone()),
+            upstream: Rc::clone(&service.upstream),
+            class,
+            proof,
+            request: Request::from_parts(parts, body),
+            tunnels: service.tunnels.of_request(self.slot.begin_request()),
+        })
+    }
+
     fn resource_versions(
         &self,
         info: &RequestInfo,

@@ -398,6 +398,17 @@ impl Endpoint {
         meaning
     }
 
+    /// The interval of PINGs on its connections, if it limits them.
+    pub fn ping_limit(&self) -> Option<Duration> {
+        self.ping_limit.get()
+    }
+
+    /// The endpoint has closed a connection because of its PINGs, which had the interval `used`. `reason` is the text of
+    /// its GOAWAY.
+    pub fn pings_refused(&self, used: Duration, reason: &str) {
+        self.ping_limit.refused(used, reason, (&self.upstream, &self.label), &self.metrics);
+    }
+
     /// Records that a `/readyz` failed or is overdue. Returns whether the previous one was ok.
     pub fn note_probe_failing(&self, now: Instant) -> bool {
         self.guarded().health.note_probe_failing(now);

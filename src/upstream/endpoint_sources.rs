@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 
 use crate::observe::Metrics;
 use crate::observe::events::{Change, EventKind};
-use jackstay_core::discovery::source::EndpointSource;
+use jackstay_core::discovery::source::{EndpointSource, NO_ENDPOINT};
 
 /// The report on one source.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -61,9 +61,6 @@ impl RejectReason {
         }
     }
 }
-
-/// What is said of an upstream without endpoints, before the errors of its sources.
-pub const NO_ENDPOINT: &str = "no endpoint is known yet";
 
 /// The reports on all sources of one upstream.
 #[derive(Debug)]

@@ -5,27 +5,26 @@
 
 use std::error::Error;
 use std::fmt;
-use std::fs::{self, File, OpenOptions, Permissions};
-use std::io::{self, Read, Write};
-use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+use std::fs::{self, OpenOptions};
+use std::io::{self, Read};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use http::HeaderValue;
-use tempfile::NamedTempFile;
 
 use super::process::sandbox::file_rules;
 
+mod staged;
 mod update;
 
+pub use staged::{StagedFile, stage};
+use staged::{TEMPORARY, directory_of};
 pub use update::{create_directory, stage_update};
 
 /// Mode of files that only the owner may read: keys, kubeconfigs.
 pub const PRIVATE: u32 = 0o600;
 /// Mode of files that every user may read: certificates, configuration.
 pub const PUBLIC: u32 = 0o644;
-
-/// What follows the name of a file in that of its temporary file ([`stage`]), before six random characters.
-const TEMPORARY: &str = ".jackstay-";
 
 /// Maximum length of a bearer token in bytes. The apiserver accepts up to 1 MiB of headers.
 const MAX_TOKEN: u64 = 64 << 10;
@@ -79,81 +78,6 @@ pub fn replace(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
     stage(path, bytes, mode)?.commit()
 }
 
-/// A new content of a file under a temporary name. The temporary file is removed when this is dropped.
-#[derive(Debug)]
-pub struct StagedFile {
-    temporary: NamedTempFile,
-    path: PathBuf,
-    replacement: Replacement,
-}
-
-/// How a new content gets to its place.
-#[derive(Debug)]
-enum Replacement {
-    /// The temporary file takes the name of the old one.
-    Rename,
-    /// The content is written into the file, which had the content `old`.
-    WriteInto { file: File, old: Vec<u8> },
-}
-
-/// Writes the new content of `path` to the disk under a temporary name. The parameters are those of
-/// [`replace`].
-///
-/// # Errors
-/// What the file system returns.
-pub fn stage(path: &Path, bytes: &[u8], mode: u32) -> io::Result<StagedFile> {
-    stage_at(fs::canonicalize(path).unwrap_or_else(|_| path.to_owned()), bytes, mode)
-}
-
-/// Stages a file whose path has no symbolic link.
-fn stage_at(path: PathBuf, bytes: &[u8], mode: u32) -> io::Result<StagedFile> {
-    let temporary = temporary_for(&path, bytes, mode, directory_of(&path))?;
-    Ok(StagedFile { temporary, path, replacement: Replacement::Rename })
-}
-
-/// A file with the new content of `path`, in a directory.
-fn temporary_for(
-    path: &Path,
-    bytes: &[u8],
-    mode: u32,
-    directory: &Path,
-) -> io::Result<NamedTempFile> {
-    let name = path.file_name().unwrap_or_default().to_string_lossy();
-    let mut temporary = tempfile::Builder::new()
-        .prefix(&format!(".{name}{TEMPORARY}"))
-        .permissions(Permissions::from_mode(mode))
-        .tempfile_in(directory)?;
-    temporary.write_all(bytes)?;
-    // The content reaches the disk before the name does: a power failure leaves the old file or the new one.
-    temporary.as_file().sync_all()?;
-    Ok(temporary)
-}
-
-impl StagedFile {
-    /// The path of the temporary file.
-    pub fn temporary_path(&self) -> &Path {
-        self.temporary.path()
-    }
-
-    /// Replaces the content of the file, atomically unless it must be written into ([`stage_update`]).
-    ///
-    /// # Errors
-    /// What the file system returns. The old file is then unchanged, unless only the final sync of the
-    /// directory failed.
-    pub fn commit(self) -> io::Result<()> {
-        let Self { temporary, path, replacement } = self;
-        match replacement {
-            Replacement::Rename => {
-                temporary.persist(&path).map_err(|failed| failed.error)?;
-                File::open(directory_of(&path))?.sync_all()
-            }
-            Replacement::WriteInto { file, old } => {
-                update::write_into(file, &old, &fs::read(temporary.path())?)
-            }
-        }
-    }
-}
-
 /// Removes the temporary files of writes to `path` that a process has begun and not completed, because it was killed.
 pub fn remove_incomplete(path: &Path) {
     let path = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
@@ -163,14 +87,6 @@ pub fn remove_incomplete(path: &Path) {
         if entry.file_name().to_str().is_some_and(|found| found.starts_with(&prefix)) {
             let _ = fs::remove_file(entry.path());
         }
-    }
-}
-
-/// The directory of a file.
-fn directory_of(path: &Path) -> &Path {
-    match path.parent() {
-        Some(parent) if !parent.as_os_str().is_empty() => parent,
-        _ => Path::new("."),
     }
 }
 
@@ -268,6 +184,8 @@ pub fn authorization(text: &str) -> Result<HeaderValue, TokenError> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
     use super::*;
 
     #[test]

@@ -46,13 +46,7 @@ pub(super) fn find(
     path: &UserPath,
 ) -> Result<Apiservers, Failure> {
     let own = context.server.address();
-    if args.discover && !context.path_prefix.is_empty() {
-        return Err(Failure::Input(format!(
-            "--discover: the server of cluster {:?} has the path {}, which the apiservers that the cluster names do not \
-             serve; --upstream names other servers with this path",
-            context.cluster, context.path_prefix
-        )));
-    }
+    refuse_discovery_below_a_path(args, context)?;
     let (mut notes, mut left_out) = (Vec::new(), 0);
     let mut upstreams = known_upstreams(args, &own, config, &mut notes);
     let is_passed_through = matches!(path, UserPath::ByServerName { .. });
@@ -111,6 +105,20 @@ pub(super) fn find(
         notes.extend(redundancy_note(&own, &upstreams, &wrong, left_out, members));
     }
     Ok(Apiservers { upstreams, authority, names, warnings, notes })
+}
+
+fn refuse_discovery_below_a_path(
+    args: &KubeconfigArgs,
+    context: &ResolvedContext,
+) -> Result<(), Failure> {
+    if !args.discover || context.path_prefix.is_empty() {
+        return Ok(());
+    }
+    Err(Failure::Input(format!(
+        "--discover: the server of cluster {:?} has the path {}, which the apiservers that the cluster names do not \
+         serve; --upstream names other servers with this path",
+        context.cluster, context.path_prefix
+    )))
 }
 
 /// The authority that clients send through jackstay, if jackstay does not replace it.

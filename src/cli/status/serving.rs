@@ -3,11 +3,11 @@
 //! The functions read JSON rather than typed structures, because the version of the running jackstay
 //! may differ from that of this command.
 
+use jackstay_core::discovery::source::NO_ENDPOINT;
 use serde_json::Value;
 
 use super::table::clean;
 use super::view::{list_at, text_at};
-use crate::upstream::endpoint_sources::NO_ENDPOINT;
 
 /// Maximum number of endpoints that a reason lists.
 const MAX_LISTED: usize = 3;

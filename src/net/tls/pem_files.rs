@@ -180,7 +180,8 @@ pub fn ca_from_pem(path: &Path, pem: &[u8]) -> Result<LoadedCa, TlsFileError> {
         match (roots.add(der.clone()), info) {
             (Ok(()), Ok(info)) => infos.push(info),
             (Ok(()), Err(_)) => {}
-            (Err(refusal), _) => skipped.push((*line, refusal.to_string())),
+            (Err(_), Err(error)) => skipped.push((*line, error.to_string())),
+            (Err(refusal), Ok(_)) => skipped.push((*line, refusal.to_string())),
         }
     }
     let count = certificates.chain.len() + certificates.damaged.len();

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use jackstay_core::connection::ping_limit::longer_interval;
 
-use super::Endpoint;
 use crate::config::format_duration;
+use crate::observe::EndpointMetrics;
 use crate::observe::events::{Change, EventKind};
 
 /// The interval in milliseconds; 0 if the endpoint has not complained.
@@ -15,47 +15,48 @@ use crate::observe::events::{Change, EventKind};
 pub(super) struct PingLimit(AtomicU64);
 
 impl PingLimit {
-    fn get(&self) -> Option<Duration> {
+    /// The interval, if the endpoint limits PINGs. One atomic load, because each check of a connection reads it.
+    pub(super) fn get(&self) -> Option<Duration> {
         Some(self.0.load(Ordering::Relaxed)).filter(|ms| *ms > 0).map(Duration::from_millis)
     }
 
-    /// Takes in a complaint about a connection whose PINGs had the interval `used`. Returns the interval before and the
-    /// present one, if it has grown: several connections may complain of the same interval.
+    /// Takes in a complaint about a connection whose PINGs had the interval `used`, and reports it. `reason` is the text of
+    /// its GOAWAY.
+    pub(super) fn refused(
+        &self,
+        used: Duration,
+        reason: &str,
+        (upstream, endpoint): (&str, &str),
+        metrics: &EndpointMetrics,
+    ) {
+        let Some((before, interval)) = self.complaint(used) else { return };
+        metrics.ping_limit(interval);
+        let states = [before, interval]
+            .map(|interval| format!("a PING every {}", format_duration(interval)));
+        metrics.events().changed(&Change {
+            kind: EventKind::Endpoint,
+            upstream: Some(upstream),
+            name: endpoint,
+            detail: "",
+            from: &states[0],
+            to: &states[1],
+            reason: &format!(
+                "{reason}: the endpoint, or a front end before it, limits PINGs, and health.ping_interval is shorter \
+                 than it accepts"
+            ),
+            effect: "dead paths are noticed by TCP keepalives within 5 s, stopped processes by the next request or \
+                     /readyz",
+            bad: true,
+        });
+    }
+
+    /// Returns the interval before and the present one, if it has grown: several connections may complain of the same
+    /// interval.
     fn complaint(&self, used: Duration) -> Option<(Duration, Duration)> {
         let longer = longer_interval(used);
         let before = self.0.fetch_max(longer.as_millis() as u64, Ordering::Relaxed);
         let before = Duration::from_millis(before).max(used);
         (longer > before).then_some((before, longer))
-    }
-}
-
-impl Endpoint {
-    /// The interval of PINGs on its connections, if it limits them. One atomic load, because each check of a connection
-    /// reads it.
-    pub fn ping_limit(&self) -> Option<Duration> {
-        self.ping_limit.get()
-    }
-
-    /// The endpoint has closed a connection because of its PINGs, which had the interval `used`. `reason` is the text of
-    /// its GOAWAY.
-    pub fn pings_refused(&self, used: Duration, reason: &str) {
-        let Some((before, interval)) = self.ping_limit.complaint(used) else { return };
-        self.metrics.ping_limit(interval);
-        let states = [before, interval]
-            .map(|interval| format!("a PING every {}", format_duration(interval)));
-        self.metrics.events().changed(&Change {
-            kind: EventKind::Endpoint,
-            upstream: Some(&self.upstream),
-            name: &self.label,
-            detail: "",
-            from: &states[0],
-            to: &states[1],
-            reason: &format!(
-                "{reason}: the endpoint, or a front end before it, limits PINGs, and health.ping_interval is shorter than it accepts"
-            ),
-            effect: "dead paths are noticed by TCP keepalives within 5 s, stopped processes by the next request or /readyz",
-            bad: true,
-        });
     }
 }
 

@@ -7,6 +7,9 @@ use super::address::EndpointAddress;
 /// Number of rejected entries whose reasons are stored; further ones are only counted.
 const MAX_REASONS: usize = 20;
 
+/// What is said of an upstream without endpoints, before the errors of its sources.
+pub const NO_ENDPOINT: &str = "no endpoint is known yet";
+
 /// Where endpoints come from. If two sources report an address with different names to verify, the name of
 /// the first source in this order is used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]

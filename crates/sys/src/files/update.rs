@@ -14,7 +14,7 @@
 //! Everything that can be checked is checked when the file is staged: the permission, the attributes and the space.
 
 use std::fs::{self, File, OpenOptions, Permissions};
-use std::io::{self, Seek, Write};
+use std::io;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, fchown, lchown};
 use std::path::{Path, PathBuf};
 
@@ -22,7 +22,7 @@ use rustix::fs::{AtFlags, CWD, FallocateFlags, StatxAttributes, StatxFlags, Xatt
 use rustix::io::Errno;
 use tempfile::NamedTempFile;
 
-use super::{Replacement, StagedFile, directory_of, stage_at, temporary_for};
+use super::staged::{Replacement, StagedFile, directory_of, stage_at, temporary_for};
 
 /// Maximum number of symbolic links that are followed to a file that does not exist (`path_resolution(7)`).
 const MAX_LINKS: usize = 40;
@@ -165,23 +165,11 @@ fn can_rename(path: &Path, old: &fs::Metadata) -> bool {
     })
 }
 
-/// Writes into a file, and restores it if that fails.
-pub(super) fn write_into(mut file: File, old: &[u8], new: &[u8]) -> io::Result<()> {
-    let mut write = |bytes: &[u8]| {
-        file.rewind()?;
-        file.write_all(bytes)?;
-        file.set_len(bytes.len() as u64)?;
-        file.sync_all()
-    };
-    write(new).inspect_err(|_| {
-        let _ = write(old);
-    })
-}
-
 #[cfg(test)]
 mod tests {
-    use super::super::PRIVATE;
     use super::*;
+
+    const PRIVATE: u32 = 0o600;
 
     fn update(path: &Path, text: &str) {
         stage_update(path, text.as_bytes(), PRIVATE).unwrap().commit().unwrap();

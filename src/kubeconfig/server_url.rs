@@ -111,7 +111,8 @@ impl ServerUrl {
             return Err(ServerUrlMistake::Space);
         }
         let authority = authority.rsplit_once('@').map_or(authority, |(_, host)| host);
-        if authority.get(..6).is_some_and(|start| start.eq_ignore_ascii_case("https:")) {
+        // `https:lb`, `https/lb` and a scheme that is written twice.
+        if authority.split(':').next().is_some_and(|host| host.eq_ignore_ascii_case("https")) {
             return Err(ServerUrlMistake::NoSlashes);
         }
         let (host, port) = split_authority(authority)?;
@@ -126,12 +127,12 @@ impl ServerUrl {
             "::" => "::1",
             host => host,
         };
-        if host.contains(':') {
-            format!("[{host}]:{}", self.port)
-        } else {
-            format!("{host}:{}", self.port)
-        }
+        host_and_port(host, self.port)
     }
+}
+
+fn host_and_port(host: &str, port: u16) -> String {
+    if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
 }
 
 /// The scheme, the authority and the rest of a URL.
@@ -207,7 +208,8 @@ pub(super) fn without_user(url: &str) -> String {
 impl fmt::Display for ServerUrl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         // A zone is escaped in a URL (RFC 6874).
-        write!(f, "https://{}{}", self.address().replacen('%', "%25", 1), self.path)
+        let authority = host_and_port(&self.host, self.port).replacen('%', "%25", 1);
+        write!(f, "https://{authority}{}", self.path)
     }
 }
 
@@ -268,6 +270,8 @@ mod tests {
             ("ftp://x", Mistake::NotHttps),
             ("https:h:1", Mistake::NoSlashes),
             ("https:/h:1", Mistake::NoSlashes),
+            ("https/k8s", Mistake::NoSlashes),
+            ("https://https:443", Mistake::NoSlashes),
             ("https://", Mistake::NoHost),
             ("https://:1", Mistake::NoHost),
             ("https:///x", Mistake::NoHost),

@@ -142,7 +142,7 @@ mod tests {
             (b"", Some(ErrorKind::ConnectionReset), "see the manual"),
             (GOAWAY, None, "closed by the apiserver: GOAWAY ENHANCE_YOUR_CALM"),
             (
-                b"\0\0\0\x04\0\0\0\0\0\0\0\x16\x07\0\0\0\0\0\0\0\0\0\0\0\x0btoo_many_pings",
+                b"\0\0\0\x04\0\0\0\0\0\0\0\x16\x07\0\0\0\0\0\0\0\0\0\0\0\0\x0btoo_many_pings",
                 None,
                 "closed by the apiserver: GOAWAY ENHANCE_YOUR_CALM (too_many_pings)",
             ),

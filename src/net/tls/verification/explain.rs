@@ -333,10 +333,12 @@ fn some_of(names: &[String]) -> String {
 fn presented_name(debug: &str) -> String {
     let (form, rest) = debug.split_once('(').unwrap_or(("", debug));
     let name = rest.strip_suffix(')').unwrap_or(rest).trim_matches('"');
-    if form == "DnsName" && name.parse::<IpAddr>().is_ok() {
-        return format!("{name} as a DNS name");
+    match (form, name.parse::<IpAddr>()) {
+        ("DnsName", Ok(_)) => format!("{name} as a DNS name"),
+        // webpki writes `0::1`.
+        (_, Ok(address)) => address.to_string(),
+        (_, Err(_)) => name.to_owned(),
     }
-    name.to_owned()
 }
 
 #[allow(deprecated)] // variants without context
@@ -411,4 +413,22 @@ fn extension_name(id: &str) -> String {
         _ => return id.to_owned(),
     };
     format!("{name} ({id})")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn presented_names_are_written_as_people_write_them() {
+        for (debug, expected) in [
+            (r#"DnsName("kubernetes")"#, "kubernetes"),
+            (r#"DnsName("10.0.0.1")"#, "10.0.0.1 as a DNS name"),
+            ("IpAddress(10.0.0.1)", "10.0.0.1"),
+            ("IpAddress(0::1)", "::1"),
+            ("UnsupportedNameTag(4)", "4"),
+        ] {
+            assert_eq!(presented_name(debug), expected, "{debug}");
+        }
+    }
 }

@@ -3,6 +3,7 @@
 //! duplicate keys in JSON literals.
 
 mod calls;
+mod defects;
 mod imports;
 
 use std::fs;

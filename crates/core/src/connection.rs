@@ -270,8 +270,8 @@ impl ConnectionMachine {
     /// The latest `/readyz` of the endpoint failed or is overdue. Requests may start a second attempt, and if PINGs are
     /// limited, one is due.
     pub fn endpoint_suspected(&mut self, now: Instant) -> Effects {
-        self.health.suspect_endpoint(now);
-        Effects { notify_requests: true, wake_driver: true, ..Effects::default() }
+        let wake_driver = self.health.suspect_endpoint(now);
+        Effects { notify_requests: true, wake_driver, ..Effects::default() }
     }
 
     /// The endpoint is degraded. Requests may start a second attempt, and the streams of a draining connection move.

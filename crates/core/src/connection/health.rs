@@ -185,11 +185,14 @@ impl Health {
         self.limit.unwrap_or(self.limits.ping_interval)
     }
 
-    /// Something suggests that the endpoint fails: the next PING is due now, although the endpoint limits them.
-    pub(super) fn suspect_endpoint(&mut self, now: Instant) {
-        if self.limit.is_some() && self.ping_sent.is_none() {
+    /// Something suggests that the endpoint fails: the next PING is due now, although the endpoint limits them. Returns
+    /// whether that is earlier than planned.
+    pub(super) fn suspect_endpoint(&mut self, now: Instant) -> bool {
+        let is_due = self.limit.is_some() && self.ping_sent.is_none();
+        if is_due {
             (self.next_ping, self.check_at) = (now, now);
         }
+        is_due
     }
 
     /// When the next check is due, while a request has waited for its response head since `waiting_since`.

@@ -20,7 +20,7 @@ mod tests;
 use std::cell::RefCell;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
@@ -245,8 +245,12 @@ fn system_time(time: UnixTime) -> SystemTime {
     UNIX_EPOCH.checked_add(seconds).unwrap_or(UNIX_EPOCH)
 }
 
-fn algorithms() -> WebPkiSupportedAlgorithms {
-    aws_lc_rs::default_provider().signature_verification_algorithms
+/// The algorithms of the provider, which is a list of all that it has.
+static ALGORITHMS: LazyLock<WebPkiSupportedAlgorithms> =
+    LazyLock::new(|| aws_lc_rs::default_provider().signature_verification_algorithms);
+
+fn algorithms() -> &'static WebPkiSupportedAlgorithms {
+    &ALGORITHMS
 }
 
 /// The extended key usage of a leaf or an intermediate CA, with the rules of Go.
@@ -305,7 +309,7 @@ impl ServerCertVerifier for CertificateVerifier {
         certificate: &CertificateDer<'_>,
         signature: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, Error> {
-        verify_tls12_signature(message, certificate, signature, &algorithms())
+        verify_tls12_signature(message, certificate, signature, algorithms())
     }
 
     fn verify_tls13_signature(
@@ -314,7 +318,7 @@ impl ServerCertVerifier for CertificateVerifier {
         certificate: &CertificateDer<'_>,
         signature: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, Error> {
-        verify_tls13_signature(message, certificate, signature, &algorithms())
+        verify_tls13_signature(message, certificate, signature, algorithms())
     }
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
@@ -343,7 +347,7 @@ impl ClientCertVerifier for CertificateVerifier {
         certificate: &CertificateDer<'_>,
         signature: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, Error> {
-        verify_tls12_signature(message, certificate, signature, &algorithms())
+        verify_tls12_signature(message, certificate, signature, algorithms())
     }
 
     fn verify_tls13_signature(
@@ -352,7 +356,7 @@ impl ClientCertVerifier for CertificateVerifier {
         certificate: &CertificateDer<'_>,
         signature: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, Error> {
-        verify_tls13_signature(message, certificate, signature, &algorithms())
+        verify_tls13_signature(message, certificate, signature, algorithms())
     }
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {

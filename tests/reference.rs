@@ -10,7 +10,8 @@ use std::fmt::Write as _;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use jackstay::observe::names;
+use jackstay::observe::{Metrics, names};
+use jackstay_core::admission::MemoryBudget;
 
 fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -269,4 +270,35 @@ fn metrics_in_query_have_their_labels() {
     assert_eq!(found[0], ("jackstay_x_bucket".into(), vec![pair("a", "b"), pair("c", "d|e")]));
     assert_eq!(found[1], ("jackstay_z".into(), vec![]));
     assert_eq!(found.len(), 2);
+}
+
+/// A counter that begins with its first event has no increase then, so an alert on it would miss that event.
+#[test]
+fn counters_whose_increase_an_alert_queries_begin_with_zero() {
+    let metrics = Metrics::new();
+    metrics.upstream_configured("u");
+    metrics.endpoint("u", "e");
+    metrics.discovery_expected("u", "dns");
+    metrics.show_memory(&MemoryBudget::new(1 << 20));
+    let page = metrics.render();
+    let alerts = read("deploy/monitoring/alerts.yaml");
+    let mut count = 0;
+    for (at, call) in alerts.match_indices("increase(") {
+        let (name, labels) = metrics_in(&alerts[at + call.len()..]).swap_remove(0);
+        let begins = page.lines().any(|line| {
+            let has_labels = labels.iter().all(|(key, value)| {
+                value.split('|').any(|value| line.contains(&format!("{key}=\"{value}\"")))
+            });
+            line.starts_with(&format!("{name}{{")) && has_labels && line.ends_with("} 0")
+        });
+        assert!(begins, "{name} {labels:?} has no series before its first event:\n{page}");
+        count += 1;
+    }
+    assert!(count >= 7, "only {count} increases found: the parser misses some");
+    // A rate is compared with another one: what goes on is seen at the second scrape.
+    for (at, call) in alerts.match_indices("rate(") {
+        let (name, _) = metrics_in(&alerts[at + call.len()..]).swap_remove(0);
+        let known = ["jackstay_requests_total", "jackstay_ping_rtt_seconds_bucket"];
+        assert!(known.contains(&&*name), "rate of {name}: does it miss the first event?");
+    }
 }

@@ -29,7 +29,7 @@ use crate::control::discovery::SharedContext;
 use crate::observe::events::Event;
 use crate::observe::history::{Columns, STEP};
 use crate::observe::own_errors::OwnError;
-use crate::observe::{Liveness, Metrics, build, quantity};
+use crate::observe::{ConfiguredSeries, Liveness, Metrics, build, quantity};
 use crate::upstream::Upstream;
 use crate::upstream::canary::CanaryStatus;
 use crate::upstream::compression::GzipFailure;
@@ -332,6 +332,23 @@ fn source_check(report: &SourceReport) -> (bool, String) {
     (report.current_error().is_none() && report.last_success.is_some(), detail)
 }
 
+/// What the metrics show of the configuration in force.
+fn configured_series(shown: &ActiveParts) -> ConfiguredSeries {
+    let listeners = shown.listeners.iter().map(|listener| {
+        let config = &listener.config;
+        [config.name.clone(), config.mode.as_str().to_owned(), config.upstream.clone()]
+    });
+    let usable_endpoints = shown.upstreams.iter().map(|upstream| {
+        let endpoints = upstream.endpoints();
+        let usable = endpoints.iter().filter(|endpoint| upstream.serves_at(endpoint)).count();
+        (upstream.name.to_string(), usable)
+    });
+    ConfiguredSeries {
+        listeners: listeners.collect(),
+        usable_endpoints: usable_endpoints.collect(),
+    }
+}
+
 impl admin::StatusProvider for ProcessStatus {
     fn liveness(&self) -> Result<(), String> {
         let workers = self.workers.iter();
@@ -421,6 +438,7 @@ impl admin::StatusProvider for ProcessStatus {
 
     fn metrics(&self) -> String {
         self.metrics.show_memory(&self.memory);
+        self.metrics.show_configured(configured_series(&self.active.load()));
         self.metrics.render()
     }
 }

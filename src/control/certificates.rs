@@ -5,24 +5,26 @@
 //! failures are reported in the log and in `/events`, and so is the expiry of a certificate in use.
 
 mod expiry_watch;
+mod series;
 mod skipped_watch;
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
 use jackstay_sys::clock;
 use jackstay_sys::utc::{Utc, wall_clock};
 
 use self::expiry_watch::{ExpiryWatch, ValidityChange, WatchedCertificate};
+use self::series::CertificateSeries;
 use self::skipped_watch::{SkippedByName, SkippedChange, SkippedWatch};
 use super::file_watch::{FileWatch, poll_ticks};
 use crate::net::tls::ca_bundle::CaBundle;
 use crate::net::tls::certificate::{VERSION_1, VERSION_1_EFFECT, Validity};
 use crate::net::tls::serving::{ServingRefresh, ServingTls};
 use crate::observe::events::{Change, EventKind, Events};
-use crate::observe::{CertificateExpiry, ListenerMetrics, Metrics};
+use crate::observe::{ListenerMetrics, Metrics};
 use crate::upstream::Upstream;
 use crate::upstream::credentials::CredentialChange;
 
@@ -46,14 +48,14 @@ pub async fn watch_credentials(upstream: Arc<Upstream>) {
     let credentials = &upstream.credentials;
     // A file may have changed since it was loaded at the start.
     let mut files = FileWatch::unread(credentials.paths());
-    let mut expiries = CredentialExpiries::default();
+    let mut metrics = CertificateSeries::default();
     let (mut validity, mut skipped) = (ExpiryWatch::default(), SkippedWatch::default());
     let events = CertificateEvents::new(upstream.metrics.events(), Some(&upstream.name));
     let mut ticks = poll_ticks();
     loop {
         ticks.tick().await;
         // A reload of the configuration may have replaced the credentials.
-        expiries.update(&upstream);
+        metrics.update(series::of_upstream(&upstream), &upstream.metrics);
         for change in validity.update(watched_credentials(&upstream), wall_clock()) {
             // The check of a configuration has logged those that were not valid when it was read.
             events.validity(&change, change.from.is_some());
@@ -62,7 +64,7 @@ pub async fn watch_credentials(upstream: Arc<Upstream>) {
         files.follow(credentials.paths());
         if files.changed() {
             let changes = credentials.refresh();
-            expiries.update(&upstream);
+            metrics.update(series::of_upstream(&upstream), &upstream.metrics);
             let identity_failed = credentials.slots().iter().any(|slot| slot.is_invalid());
             let token_failed =
                 credentials.probe_token().is_some_and(|token| token.error().is_some());
@@ -139,39 +141,6 @@ fn watched_bundle(name: &str, bundle: &CaBundle) -> Vec<WatchedCertificate> {
             effect,
         })
         .collect()
-}
-
-/// The expiry metrics of the identities and the CA bundle of an upstream.
-#[derive(Default)]
-struct CredentialExpiries {
-    /// Kind, name and end of validity of each certificate, as the metrics show them.
-    certificates: Vec<(&'static str, String, SystemTime)>,
-    metrics: Vec<Arc<CertificateExpiry>>,
-}
-
-impl CredentialExpiries {
-    /// Sets the metrics to the certificates that are in use now, and ends those of other certificates.
-    fn update(&mut self, upstream: &Upstream) {
-        let slots = upstream.credentials.slots();
-        let identities = slots.iter().filter_map(|slot| {
-            let name = slot.paths.cert_file.display().to_string();
-            Some(("identity", name, slot.certificate()?.not_after))
-        });
-        let ca = upstream.credentials.ca_bundle();
-        let ca = ca.and_then(|(ca, _)| ca.certificates.iter().map(|info| info.not_after).max());
-        let ca = ca.map(|not_after| ("upstream_ca", upstream.name.to_string(), not_after));
-        let certificates: Vec<_> = identities.chain(ca).collect();
-        if certificates == self.certificates {
-            return;
-        }
-        let metric = |(kind, name, not_after): &(&'static str, String, SystemTime)| {
-            let expiry = upstream.metrics.certificate_expiry(kind, name);
-            expiry.set(*not_after);
-            expiry
-        };
-        self.metrics = certificates.iter().map(metric).collect();
-        self.certificates = certificates;
-    }
 }
 
 fn report(events: &CertificateEvents<'_>, change: &CredentialChange) {
@@ -370,7 +339,7 @@ pub async fn watch_serving(
              creates a CA whose key is not stored"
         );
     }
-    let expiry = metrics.certificate_expiry("serving", listener.name());
+    let mut shown = CertificateSeries::default();
     let (mut validity, mut skipped) = (ExpiryWatch::default(), SkippedWatch::default());
     let watched = || watched_serving(&tls, &name, &client_ca);
     let not_read = || skipped_of_listener(&tls, &name, &client_ca);
@@ -378,7 +347,7 @@ pub async fn watch_serving(
     loop {
         ticks.tick().await;
         // A reload of the configuration may have replaced the certificate.
-        expiry.set(tls.certificate().info.not_after);
+        shown.update(series::of_listener(&tls, listener.name()), &metrics);
         for change in validity.update(watched(), wall_clock()) {
             // The check of a configuration has logged one that was not valid when it was read.
             events.validity(&change, change.from.is_some());
@@ -390,6 +359,7 @@ pub async fn watch_serving(
             continue;
         }
         let ServingRefresh { changed, error } = tls.refresh();
+        shown.update(series::of_listener(&tls, listener.name()), &metrics);
         files.set_settled(error.is_none());
         if changed {
             listener.certificate_reloaded("ok");
@@ -467,7 +437,7 @@ mod tests {
     }
 
     #[test]
-    fn credential_expiries_follow_reloaded_files_and_a_reloaded_configuration() {
+    fn certificate_series_follow_reloaded_files_and_a_reloaded_configuration() {
         let dir = tempfile::tempdir().unwrap();
         let paths = |name: &str| CertPaths {
             cert_file: dir.path().join(format!("{name}.crt")),
@@ -481,10 +451,10 @@ mod tests {
         config.tls.ca_file = Some(ca.cert_file);
         let metrics = Metrics::new();
         let upstream = Upstream::load(config.clone(), std::slice::from_ref(&first), &metrics);
-        let mut expiries = CredentialExpiries::default();
+        let mut series = CertificateSeries::default();
         // The years in which the certificates of the metrics expire, by kind.
         let mut exported = || {
-            expiries.update(&upstream);
+            series.update(series::of_upstream(&upstream), &metrics);
             let page = metrics.render();
             let mut years: Vec<(String, u64)> = page
                 .lines()
@@ -505,6 +475,16 @@ mod tests {
         write_certificate(&first, 2103);
         upstream.credentials.refresh();
         assert_eq!(exported(), expected(2103));
+        // A file that cannot be used, and one whose content is in use.
+        std::fs::write(&first.cert_file, "").unwrap();
+        upstream.credentials.refresh();
+        assert_eq!(exported(), expected(2103));
+        let page = metrics.render();
+        let reloads = page.lines().filter_map(|line| {
+            let line = line.strip_prefix("jackstay_certificate_last_reload_successful{kind=\"")?;
+            Some((line.split('"').next()?, line.rsplit(' ').next()?))
+        });
+        assert_eq!(reloads.collect::<Vec<_>>(), [("identity", "0"), ("upstream_ca", "1")]);
         // A reloaded configuration names another identity.
         let identities = [second];
         let prepared = upstream

@@ -10,7 +10,7 @@ use metrics::{Counter, Gauge, Histogram};
 
 use super::events::Events;
 use super::history::History;
-use super::names::{self, CONNECTION_STATES, ENDPOINT_STATES};
+use super::names::{self, CONNECTION_STATES, EJECTION_REASONS, ENDPOINT_STATES, UPSTREAM_FRAMES};
 use super::registry::Registry;
 
 /// The metrics of one endpoint of an upstream.
@@ -38,6 +38,15 @@ impl EndpointMetrics {
         endpoint: &str,
     ) -> Self {
         let gauge = |spec, state| registry.gauge(spec, &[upstream, endpoint, state]);
+        // Alerts query them, so they begin with 0; see `names`.
+        for (counter, values) in [
+            (&names::EJECTIONS, &EJECTION_REASONS[..]),
+            (&names::UPSTREAM_FRAME_LIMIT, &UPSTREAM_FRAMES),
+        ] {
+            for value in values {
+                registry.count(counter, &[upstream, endpoint, value], 0);
+            }
+        }
         Self {
             upstream: upstream.to_owned(),
             endpoint: Arc::from(endpoint),
@@ -72,6 +81,7 @@ impl EndpointMetrics {
 
     /// Counts an ejection.
     pub fn ejected(&self, reason: &'static str) {
+        debug_assert!(EJECTION_REASONS.contains(&reason), "no such reason: {reason}");
         self.count(&names::EJECTIONS, reason);
     }
 
@@ -83,6 +93,7 @@ impl EndpointMetrics {
     /// Counts a connection that was closed with `ENHANCE_YOUR_CALM`, by the kind of frames of which the
     /// apiserver had sent too many.
     pub fn closed_for_frames(&self, frame: &'static str) {
+        debug_assert!(UPSTREAM_FRAMES.contains(&frame), "no such kind of frames: {frame}");
         self.count(&names::UPSTREAM_FRAME_LIMIT, frame);
     }
 

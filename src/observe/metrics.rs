@@ -23,7 +23,7 @@ use super::lock;
 use super::names;
 use super::passthrough_metrics::PassthroughMetrics;
 use super::registry::Registry;
-use super::scrape_metrics::{self, CertificateExpiries, CertificateExpiry};
+use super::scrape_metrics::{self, CertificateExpiries, CertificateExpiry, ConfiguredSeries};
 
 /// Maximum number of listeners, of passthrough listeners and of endpoints with their own series. Further
 /// ones share the series `other`. The recorder cannot remove a series, and neither listeners that a reload
@@ -49,6 +49,7 @@ pub struct Metrics {
     passthrough: Mutex<HashMap<String, Arc<PassthroughMetrics>>>,
     endpoints: Mutex<HashMap<(String, String), Arc<EndpointMetrics>>>,
     certificates: CertificateExpiries,
+    configured: Mutex<ConfiguredSeries>,
     events: Arc<Events>,
     started: SystemTime,
     /// When the last step of the endpoints' histories ended.
@@ -72,12 +73,18 @@ impl Metrics {
             passthrough: Mutex::default(),
             endpoints: Mutex::default(),
             certificates: CertificateExpiries::default(),
+            configured: Mutex::default(),
             events: Arc::default(),
             started: wall_clock(),
             last_step: Mutex::new(clock::now()),
         });
         metrics.registry.gauge(&names::BUILD_INFO, &[build::VERSION, build::COMMIT]).set(1);
         metrics.registry.gauge(&names::CONFIG_RELOAD_OK, &[]).set(1);
+        // Alerts query them, so they begin with 0; see `names`.
+        for outcome in ["ok", "failed"] {
+            metrics.registry.count(&names::CONFIG_RELOADS, &[outcome], 0);
+        }
+        metrics.registry.count(&names::WATCH_RESUMES, &[names::WATCH_GAVE_UP], 0);
         metrics
     }
 
@@ -94,6 +101,7 @@ impl Metrics {
         }
         let mut text = self.handle.render();
         text.push_str(&self.certificates.render());
+        text.push_str(&lock(&self.configured).render());
         text.push_str(&scrape_metrics::render_process(self.started));
         sort_families(&text)
     }
@@ -115,6 +123,11 @@ impl Metrics {
             let counter = self.registry.counter(&names::SHED, &[shed.as_str()]);
             counter.absolute(memory.shed(shed));
         }
+    }
+
+    /// Shows what is configured in later scrapes.
+    pub fn show_configured(&self, configured: ConfiguredSeries) {
+        *lock(&self.configured) = configured;
     }
 
     /// The recent state changes.
@@ -184,8 +197,8 @@ impl Metrics {
         self.registry.gauge(&names::CONFIG_RELOAD_OK, &[]).set(f64::from(u8::from(ok)));
     }
 
-    /// The handle of a certificate in use, by kind (`serving`, `identity` or `upstream_ca`) and configured
-    /// name. The series exists while the handle does.
+    /// The handle of a certificate in use, by kind (`serving`, `client_ca`, `identity`, `upstream_ca` or
+    /// `probe_token`) and configured name. The series exist while the handle does.
     pub fn certificate_expiry(&self, kind: &'static str, name: &str) -> Arc<CertificateExpiry> {
         self.certificates.handle(kind, name)
     }
@@ -244,6 +257,18 @@ impl Metrics {
     /// decrement it, never set it.
     pub fn held_watches(&self) -> Gauge {
         self.registry.gauge(&names::HELD_WATCHES, &[])
+    }
+
+    /// Registers the counter of an upstream that an alert queries with 0; see [`names`].
+    pub fn upstream_configured(&self, upstream: &str) {
+        self.registry.count(&names::STREAMS_EXHAUSTED, &[upstream], 0);
+    }
+
+    /// Registers the metrics of a source of endpoints that has not answered yet.
+    pub fn discovery_expected(&self, upstream: &str, source: &'static str) {
+        self.discovered(upstream, source, 0.0);
+        // An alert queries it, so it begins with 0; see `names`.
+        self.registry.count(&names::DISCOVERY_ERRORS, &[upstream, source], 0);
     }
 
     /// Records when a source of endpoints last answered, in seconds since 1970; 0 means never.
@@ -340,7 +365,7 @@ mod tests {
         state.set("ready");
         let mut connection = endpoint.connection_gauge();
         connection.set("live");
-        endpoint.ejected("refused");
+        endpoint.ejected("silent");
         endpoint.dialled("ok");
         endpoint.closed_for_frames("headers");
         endpoint.window_changed(true);
@@ -352,7 +377,12 @@ mod tests {
         passthrough.closed("done");
         metrics.config_reloaded(true);
         let expiry = metrics.certificate_expiry("serving", "apiserver");
-        expiry.set(wall_clock());
+        expiry.set(SystemTime::UNIX_EPOCH, wall_clock());
+        expiry.set_reloaded(true);
+        metrics.show_configured(ConfiguredSeries {
+            listeners: vec![["apiserver", "terminate", "control-plane"].map(str::to_owned)],
+            usable_endpoints: vec![("control-plane".to_owned(), 1)],
+        });
         metrics.retried("refused_stream");
         metrics.retry_refused("unsafe");
         metrics.hedged("original");

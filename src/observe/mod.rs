@@ -49,7 +49,7 @@ pub use quantity::quantity;
 pub use rate_limited_warnings::RateLimitedWarnings;
 pub use redact::redact_path;
 pub use repeat_filter::RepeatFilter;
-pub use scrape_metrics::CertificateExpiry;
+pub use scrape_metrics::{CertificateExpiry, ConfiguredSeries};
 
 /// Locks a mutex. A thread that panicked with the lock held is ignored, because each critical section leaves
 /// the data consistent.

@@ -3,6 +3,9 @@
 //! Only metrics of this table can be registered, so [`ALL`] is complete. The reference in
 //! `deploy/monitoring/README.md` is generated from it.
 //!
+//! A series that begins with its first event has no increase then, so an alert would miss it. Counters that an
+//! alert queries are therefore registered with 0 for the known values of their labels.
+//!
 //! The number of label values is bounded. Verbs, codes, states and reasons are fixed lists in snake case.
 //! Names of listeners, upstreams and certificates come from the configuration, and the number of endpoints
 //! is limited. No label value is a request path, a user or an object name.
@@ -66,6 +69,10 @@ macro_rules! table {
 table! {
     BUILD_INFO = Gauge "jackstay_build_info" ["version", "commit"] "info",
         "Always 1; the labels say which build runs.";
+    LISTENER_INFO = Gauge "jackstay_listener_info" ["listener", "mode", "upstream"] "info",
+        "Always 1; the labels say which upstream a listener uses by default.";
+    USABLE_ENDPOINTS = Gauge "jackstay_upstream_usable_endpoints" ["upstream"] "endpoints",
+        "Endpoints of a configured upstream that can be used; 0 also while none is known.";
 
     CONFIG_RELOADS = Counter "jackstay_config_reloads_total" ["outcome"] "reloads",
         "Reloads of the configuration by outcome: ok or failed. After a failure the old configuration stays in force.";
@@ -95,7 +102,11 @@ table! {
     CERTIFICATE_RELOADS = Counter "jackstay_certificate_reloads_total" ["listener", "outcome"] "reloads",
         "Re-reads of certificate, key and CA files that changed: ok or failed.";
     CERTIFICATE_EXPIRY = Gauge "jackstay_certificate_expiry_timestamp_seconds" ["kind", "name"] "seconds",
-        "When a certificate in use expires, in seconds since 1970: serving (by listener), identity (by file), upstream_ca (by upstream, the last certificate of its bundle to expire).";
+        "When a certificate in use expires, in seconds since 1970: serving and client_ca (by listener), identity (by file), upstream_ca (by upstream). Of a CA bundle, the last certificate to expire.";
+    CERTIFICATE_NOT_BEFORE = Gauge "jackstay_certificate_not_before_timestamp_seconds" ["kind", "name"] "seconds",
+        "When the validity of the same certificate began, in seconds since 1970.";
+    CERTIFICATE_RELOAD_OK = Gauge "jackstay_certificate_last_reload_successful" ["kind", "name"] "bool",
+        "1 if the present content of the files is in use, else 0: the last valid content is used, if there was any. Kinds as above, and probe_token (by upstream).";
     CLIENT_VERIFICATIONS = Counter "jackstay_client_verifications_total" ["listener", "outcome"] "chains",
         "Client certificate chains: verified (ok, failed), already verified on another connection (known), or refused with 429 because too many chains waited for verification (busy).";
 
@@ -262,6 +273,27 @@ pub const OWN_ERROR_REASONS: [&str; 11] = [
     "other",
 ];
 
+/// Values of the label `reason` of [`EJECTIONS`].
+pub const EJECTION_REASONS: [&str; 4] = ["no_h2", "silent", "connect_timeout", "connect_failed"];
+
+/// Values of the label `frame` of [`UPSTREAM_FRAME_LIMIT`].
+pub const UPSTREAM_FRAMES: [&str; 10] = [
+    "headers",
+    "ping",
+    "settings",
+    "window_update",
+    "rst_stream",
+    "empty_data",
+    "empty_headers",
+    "header_block",
+    "other",
+    // On a connection of HTTP/1.1.
+    "interim_responses",
+];
+
+/// The outcome of [`WATCH_RESUMES`] that an alert counts: no endpoint has accepted the resume in time.
+pub const WATCH_GAVE_UP: &str = "gave_up";
+
 /// Values of the label `state` of [`ENDPOINT_STATE`].
 pub const ENDPOINT_STATES: [&str; 8] =
     ["connecting", "ready", "degraded", "suspect", "unverified", "ejected", "no_h2", "leaving"];
@@ -294,7 +326,7 @@ mod tests {
             }
             for label in spec.labels {
                 // The names of certificates come from the configuration, so they are bounded.
-                let is_bounded = spec == &CERTIFICATE_EXPIRY && *label == "name";
+                let is_bounded = spec.name.starts_with("jackstay_certificate_") && *label == "name";
                 let is_unbounded = ["path", "user", "name", "namespace"].contains(label);
                 assert!(is_bounded || !is_unbounded, "{}", spec.name);
             }
@@ -303,9 +335,15 @@ mod tests {
 
     #[test]
     fn label_values_are_distinct_and_in_snake_case() {
-        for list in
-            [&VERBS[..], &ENDPOINT_STATES, &CONNECTION_STATES, &CLOSE_REASONS, &OWN_ERROR_REASONS]
-        {
+        for list in [
+            &VERBS[..],
+            &ENDPOINT_STATES,
+            &CONNECTION_STATES,
+            &CLOSE_REASONS,
+            &OWN_ERROR_REASONS,
+            &EJECTION_REASONS,
+            &UPSTREAM_FRAMES,
+        ] {
             assert_eq!(list.iter().collect::<HashSet<_>>().len(), list.len());
             for value in list {
                 let is_snake_case =

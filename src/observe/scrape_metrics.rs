@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::fs;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -16,18 +16,33 @@ use rustix::time::{ClockId, clock_gettime};
 use super::lock;
 use super::names::{self, MetricSpec};
 
-/// When one certificate in use expires. Its series ends when the last handle is dropped.
+/// The validity of one certificate in use, and whether its files could be read. Its series end when the last handle
+/// is dropped.
 #[derive(Debug, Default)]
 pub struct CertificateExpiry {
-    /// Seconds since 1970; 0 until it is set.
+    /// Seconds since 1970; 0 until they are set.
+    not_before: AtomicU64,
     not_after: AtomicU64,
+    reload: AtomicU8,
 }
 
+/// Values of [`CertificateExpiry::reload`].
+const NOT_READ: u8 = 0;
+const READ: u8 = 1;
+const FAILED: u8 = 2;
+
 impl CertificateExpiry {
-    /// Records the end of the certificate's validity.
-    pub fn set(&self, not_after: SystemTime) {
-        let seconds = not_after.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
-        self.not_after.store(seconds, Ordering::Relaxed);
+    /// Records the validity of the certificate, from its first to its last second.
+    pub fn set(&self, not_before: SystemTime, not_after: SystemTime) {
+        let seconds =
+            |time: SystemTime| time.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+        self.not_before.store(seconds(not_before), Ordering::Relaxed);
+        self.not_after.store(seconds(not_after), Ordering::Relaxed);
+    }
+
+    /// Records whether the present content of the files is in use.
+    pub fn set_reloaded(&self, ok: bool) {
+        self.reload.store(if ok { READ } else { FAILED }, Ordering::Relaxed);
     }
 }
 
@@ -47,21 +62,62 @@ impl CertificateExpiries {
         handle
     }
 
-    /// The family as Prometheus text; empty if no certificate is in use.
+    /// The families as Prometheus text; empty if no certificate is configured.
     pub(super) fn render(&self) -> String {
-        let all = lock(&self.0);
-        let mut series = String::new();
-        for ((kind, name), expiry) in all.iter() {
-            let Some(expiry) = expiry.upgrade() else { continue };
-            let not_after = expiry.not_after.load(Ordering::Relaxed);
+        let (mut expiry, mut not_before, mut reload) = (Vec::new(), Vec::new(), Vec::new());
+        for ((kind, name), handle) in lock(&self.0).iter() {
+            let Some(handle) = handle.upgrade() else { continue };
+            let labels = vec![(*kind).to_owned(), name.clone()];
+            let not_after = handle.not_after.load(Ordering::Relaxed);
             if not_after > 0 {
-                let metric = names::CERTIFICATE_EXPIRY.name;
-                let name = escaped(name);
-                let _ = writeln!(series, "{metric}{{kind=\"{kind}\",name=\"{name}\"}} {not_after}");
+                expiry.push((labels.clone(), not_after));
+                not_before.push((labels.clone(), handle.not_before.load(Ordering::Relaxed)));
+            }
+            match handle.reload.load(Ordering::Relaxed) {
+                NOT_READ => {}
+                state => reload.push((labels, u64::from(state == READ))),
             }
         }
-        if series.is_empty() { series } else { head(&names::CERTIFICATE_EXPIRY) + &series + "\n" }
+        family(&names::CERTIFICATE_EXPIRY, &expiry)
+            + &family(&names::CERTIFICATE_NOT_BEFORE, &not_before)
+            + &family(&names::CERTIFICATE_RELOAD_OK, &reload)
     }
+}
+
+/// What a scrape shows of the configuration in force. The series end with what they describe.
+#[derive(Debug, Default)]
+pub struct ConfiguredSeries {
+    /// Name, mode and default upstream of each listener.
+    pub listeners: Vec<[String; 3]>,
+    /// Name and number of usable endpoints of each upstream.
+    pub usable_endpoints: Vec<(String, usize)>,
+}
+
+impl ConfiguredSeries {
+    /// The families as Prometheus text.
+    pub(super) fn render(&self) -> String {
+        let listeners: Vec<_> = self.listeners.iter().map(|labels| (labels.to_vec(), 1)).collect();
+        let usable = self.usable_endpoints.iter();
+        let usable: Vec<_> =
+            usable.map(|(name, count)| (vec![name.clone()], *count as u64)).collect();
+        family(&names::LISTENER_INFO, &listeners) + &family(&names::USABLE_ENDPOINTS, &usable)
+    }
+}
+
+/// A family as Prometheus text; empty without series. `series` are the values of the labels, in the order of the
+/// table, and the value.
+fn family(spec: &MetricSpec, series: &[(Vec<String>, u64)]) -> String {
+    if series.is_empty() {
+        return String::new();
+    }
+    let mut text = head(spec);
+    for (values, value) in series {
+        let labels = spec.labels.iter().zip(values);
+        let labels: Vec<_> =
+            labels.map(|(key, value)| format!("{key}=\"{}\"", escaped(value))).collect();
+        let _ = writeln!(text, "{}{{{}}} {value}", spec.name, labels.join(","));
+    }
+    text + "\n"
 }
 
 /// The metrics of the process as Prometheus text. A value that `/proc` does not provide is left out.
@@ -130,15 +186,33 @@ mod tests {
         let all = CertificateExpiries::default();
         assert_eq!(all.render(), "");
         let old = all.handle("serving", "a\"b");
-        old.set(UNIX_EPOCH + Duration::from_secs(7));
+        old.set(UNIX_EPOCH, UNIX_EPOCH + Duration::from_secs(7));
         let series =
             r#"jackstay_certificate_expiry_timestamp_seconds{kind="serving",name="a\"b"} "#;
         assert!(all.render().contains(&format!("{series}7\n")), "{}", all.render());
         let new = all.handle("serving", "a\"b");
-        new.set(UNIX_EPOCH + Duration::from_secs(9));
+        new.set(UNIX_EPOCH + Duration::from_secs(8), UNIX_EPOCH + Duration::from_secs(9));
         drop(old);
         assert!(all.render().contains(&format!("{series}9\n")), "{}", all.render());
+        let begin =
+            r#"jackstay_certificate_not_before_timestamp_seconds{kind="serving",name="a\"b"} 8"#;
+        assert!(all.render().contains(begin), "{}", all.render());
         drop(new);
         assert_eq!(all.render(), "");
+    }
+
+    #[test]
+    fn certificate_reload_series_shows_a_failure_of_files_that_were_never_read() {
+        let all = CertificateExpiries::default();
+        let handle = all.handle("identity", "/k.pem");
+        assert_eq!(all.render(), "");
+        let series =
+            r#"jackstay_certificate_last_reload_successful{kind="identity",name="/k.pem"} "#;
+        for (ok, value) in [(false, 0), (true, 1), (false, 0)] {
+            handle.set_reloaded(ok);
+            let text = all.render();
+            assert!(text.contains(&format!("{series}{value}\n")), "{text}");
+            assert!(!text.contains("timestamp"), "no certificate is in use: {text}");
+        }
     }
 }

@@ -82,7 +82,7 @@ impl Sources {
     /// Adds a configured source that has not answered yet.
     pub fn expect(&self, source: EndpointSource) {
         self.reports().entry(source).or_insert_with(|| {
-            self.metrics.discovered(&self.upstream, source.as_str(), 0.0);
+            self.metrics.discovery_expected(&self.upstream, source.as_str());
             SourceReport::default()
         });
     }

@@ -106,6 +106,7 @@ impl Upstream {
         memory: &Arc<MemoryBudget>,
     ) -> Self {
         let name: Arc<str> = config.name.as_str().into();
+        metrics.upstream_configured(&name);
         Self {
             sources: Sources::new(&name, metrics),
             resource_versions: ResourceVersions::default(),

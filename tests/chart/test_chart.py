@@ -259,21 +259,33 @@ class Monitoring(unittest.TestCase):
                 {component: {"admin": {"address": "hostIP"}}} for component in ("loadBalancer", "transparent")))
             spec = rendered[kind, "jackstay-metrics"]["spec"]
             selector = spec["selector"]["matchLabels"].items()
-            if kind == "ServiceMonitor":
-                service = rendered["Service", "jackstay-metrics"]
-                self.assertLessEqual(selector, service["metadata"]["labels"].items())
-                self.assertEqual((service["spec"]["clusterIP"], service["spec"]["ports"][0]["targetPort"]), ("None", "metrics"))
-                selector = service["spec"]["selector"].items()
             endpoint, = spec.get("endpoints") or spec["podMetricsEndpoints"]
             self.assertIn({"targetLabel": "job", "replacement": "jackstay"}, endpoint["relabelings"])
-            ports = []
-            for (object_kind, _), one in rendered.items():
+            found = {}
+            for (object_kind, name), one in rendered.items():
                 if object_kind == "DaemonSet":
                     template = one["spec"]["template"]
-                    self.assertLessEqual(selector, template["metadata"]["labels"].items())
                     container, = (c for c in template["spec"]["containers"] + template["spec"].get("initContainers", []) if c["name"] == "jackstay")
-                    ports += [port for port in container["ports"] if port["name"] == endpoint["port"]]
-            self.assertEqual(ports, [{"name": "metrics", "containerPort": 9644, "protocol": "TCP"}, {"name": "metrics", "containerPort": 9645, "protocol": "TCP"}])
+                    port, = (port for port in container["ports"] if port["name"] == endpoint["port"])
+                    found[name] = port["containerPort"]
+                    labels = template["metadata"]["labels"].items()
+                    if kind == "PodMonitor":
+                        self.assertLessEqual(selector, labels)
+                        continue
+                    # One Service selects the pod. It has the number of the port: by the name, EndpointSlices lack a sidecar's before 1.33.
+                    service, = (service for (kind_of, _), service in rendered.items() if kind_of == "Service" and service["spec"]["selector"].items() <= labels)
+                    self.assertLessEqual(selector, service["metadata"]["labels"].items())
+                    self.assertEqual((service["spec"]["clusterIP"], service["spec"]["ports"][0]["name"]), ("None", endpoint["port"]))
+                    self.assertEqual(service["spec"]["ports"][0]["targetPort"], port["containerPort"])
+            self.assertEqual(found, {"jackstay-load-balancer": 9644, "jackstay-transparent": 9645})
+
+    def test_instance_has_node_and_port(self):
+        """Prometheus knows the port of a container for some kinds of targets only, so the relabeling reads the address."""
+        spec = render(MINIMAL, TRANSPARENT, {"metrics": {"serviceMonitor": {"enabled": True}}}, *(
+            {component: {"admin": {"address": "hostIP"}}} for component in ("loadBalancer", "transparent")))["ServiceMonitor", "jackstay-metrics"]["spec"]
+        rule, = (one for one in spec["endpoints"][0]["relabelings"] if one.get("targetLabel") == "instance")
+        for address in ("10.0.0.5:9644", "[fd00::5]:9644"):
+            self.assertEqual(re.sub(f"^{rule['regex']}$", rule["replacement"].replace("$", "\\"), f"worker-1;{address}"), "worker-1:9644")
 
 
 class Errors(unittest.TestCase):

@@ -234,5 +234,5 @@ volumeMounts:
 {{- define "jackstay.relabelings" -}}
 - { action: labeldrop, regex: endpoint }
 - { targetLabel: job, replacement: jackstay }
-- { sourceLabels: [__meta_kubernetes_pod_node_name, __meta_kubernetes_pod_container_port_number], separator: ":", targetLabel: instance }
+- { sourceLabels: [__meta_kubernetes_pod_node_name, __address__], regex: "(.+);.*:([0-9]+)", replacement: "$1:$2", targetLabel: instance }
 {{- end -}}

@@ -1,5 +1,9 @@
 //! Finds the kubelet of this node from its process: the unit that restarts it, its kubeconfig, its static pods.
 
+mod process;
+mod unit;
+
+use std::collections::BTreeMap;
 use std::error::Error;
 use std::fmt;
 use std::fs;
@@ -7,13 +11,16 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
+use self::process::{Process, Program};
+use super::systemd::ServiceManager;
+
 /// Programs that contain kubelet and manage its kubeconfig themselves, with the page that says how to use jackstay
 /// there.
-const EMBEDDED: [(&str, &str); 4] = [
+const PAGES: [(&str, &str); 4] = [
     ("k3s", "deploy/distributions/k3s-rke2.md"),
     ("rke2", "deploy/distributions/k3s-rke2.md"),
-    ("k0s", "deploy/README.md"),
-    ("kubelite", "deploy/README.md"),
+    ("k0s", "deploy/distributions/k0s.md"),
+    ("kubelite", "deploy/distributions/microk8s.md"),
 ];
 /// Maximum size of the configuration of kubelet in bytes.
 const MAX_CONFIG: u64 = 1 << 20;
@@ -37,7 +44,9 @@ pub enum KubeletError {
     /// No kubelet runs.
     NotRunning,
     /// Another program contains it; the text names the page for it.
-    Embedded(&'static str, &'static str),
+    Embedded(String, &'static str),
+    /// It runs in a container; these are the processes.
+    Contained(Vec<u32>),
     /// More than one runs; these are their processes.
     Several(Vec<u32>),
     /// It is not a service of systemd.
@@ -58,18 +67,23 @@ impl fmt::Display for KubeletError {
                 f,
                 "kubelet is part of {program}, which writes kubelet's kubeconfig itself: see {page}"
             ),
-            Self::Several(pids) => {
-                let pids: Vec<String> = pids.iter().map(ToString::to_string).collect();
-                write!(
-                    f,
-                    "several kubelets run on this machine (pids {}): stop those that are not the node's",
-                    pids.join(", ")
-                )
-            }
+            Self::Several(pids) => write!(
+                f,
+                "several kubelets run on this machine (pids {}): stop those that are not the node's",
+                list(pids)
+            ),
+            Self::Contained(pids) => write!(
+                f,
+                "kubelet runs in a container only (pids {}): if that is a node with a systemd of its own, as in kind, run \
+                 `jackstay install` inside it; if it is the kubelet of this machine, use `jackstay kubeconfig --in FILE \
+                 --in-place --mode terminate` and restart the container",
+                list(pids)
+            ),
             Self::NotService(pid) => write!(
                 f,
-                "kubelet (pid {pid}) is not a service of systemd, so it cannot be restarted from here: use \
-                 `jackstay kubeconfig --in FILE --in-place --mode terminate` and restart it by hand"
+                "kubelet (pid {pid}) is not a service of systemd, neither the main process of one nor in its cgroup \
+                 (`systemctl status {pid}`), so it cannot be restarted from here: use `jackstay kubeconfig --in FILE \
+                 --in-place --mode terminate` and restart it by hand"
             ),
             Self::Standalone(pid) => write!(
                 f,
@@ -84,46 +98,84 @@ impl fmt::Display for KubeletError {
 
 impl Error for KubeletError {}
 
+fn list(pids: &[u32]) -> String {
+    pids.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
+}
+
 /// Finds the kubelet in `/proc` (or in a copy of it, for tests).
+///
+/// Programs in other PID or user namespaces and in cgroups of containers are not this node's: nodes of kind, and virtual
+/// clusters (k3k, vcluster) or a Rancher server whose k3s runs in a pod.
 ///
 /// # Errors
 /// There is none, or it cannot be managed.
-pub fn find(proc: &Path) -> Result<Kubelet, KubeletError> {
-    let mut found = Vec::new();
-    let mut embedded = None;
-    for entry in fs::read_dir(proc).into_iter().flatten().flatten() {
-        let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse::<u32>().ok()) else {
-            continue;
-        };
-        let Ok(bytes) = fs::read(entry.path().join("cmdline")) else { continue };
-        let arguments = arguments(&bytes);
-        let Some(program) = arguments.first().map(|first| program_name(first)) else { continue };
-        if program == "kubelet" && is_of_this_machine(&entry.path()) {
-            found.push((pid, arguments));
-        } else if let Some(known) = EMBEDDED.iter().find(|(name, _)| *name == program) {
-            embedded = Some(*known);
+pub fn find(proc: &Path, manager: &impl ServiceManager) -> Result<Kubelet, KubeletError> {
+    let processes = process::all(proc);
+    let programs = || processes.values().filter_map(|process| Some((process, process.program()?)));
+    let of_node = || programs().filter(|(process, _)| !process.contained);
+    // A child that kubelet has forked has its name until it executes its program.
+    let is_child = |process: &Process| {
+        processes.get(&process.parent).and_then(Process::program) == Some(Program::Kubelet)
+    };
+    let is_kubelet = |process: &Process, program| program == Program::Kubelet && !is_child(process);
+    let embedding: Vec<(&Process, &str)> = of_node()
+        .filter_map(|(process, program)| match program {
+            Program::Embedding(name) => Some((process, name)),
+            Program::Kubelet => None,
+        })
+        .collect();
+    let own: Vec<&Process> = of_node()
+        .filter(|(process, program)| is_kubelet(process, *program))
+        .map(|(process, _)| process)
+        .filter(|kubelet| {
+            !embedding.iter().any(|(program, _)| is_part_of(kubelet, program, &processes))
+        })
+        .collect();
+    match (own.as_slice(), embedding.first()) {
+        ([kubelet], _) => {
+            let unit = unit::unit_of(kubelet, &processes, &unit::main_processes(manager));
+            of_process(proc, kubelet, unit)
+        }
+        ([], Some((_, name))) => {
+            let (_, page) = PAGES.iter().find(|(program, _)| program == name).unwrap_or(&PAGES[0]);
+            Err(KubeletError::Embedded((*name).to_owned(), page))
+        }
+        ([], None) => {
+            let contained = programs()
+                .filter(|(process, program)| process.contained && is_kubelet(process, *program));
+            let pids: Vec<u32> = contained.map(|(process, _)| process.pid).collect();
+            Err(if pids.is_empty() {
+                KubeletError::NotRunning
+            } else {
+                KubeletError::Contained(pids)
+            })
+        }
+        (several, _) => Err(KubeletError::Several(several.iter().map(|one| one.pid).collect())),
+    }
+}
+
+/// Whether a kubelet was started by a program, as by k0s and RKE2: it is a descendant, or in the same service.
+fn is_part_of(kubelet: &Process, program: &Process, processes: &BTreeMap<u32, Process>) -> bool {
+    let mut ancestor = processes.get(&kubelet.parent);
+    for _ in 0..processes.len() {
+        match ancestor {
+            Some(process) if process.pid == program.pid => return true,
+            Some(process) => ancestor = processes.get(&process.parent),
+            None => break,
         }
     }
-    match (found.as_slice(), embedded) {
-        // RKE2 and others start a kubelet of their own.
-        (_, Some((program, page))) => Err(KubeletError::Embedded(program, page)),
-        ([(pid, arguments)], None) => of_process(proc, *pid, arguments),
-        ([], None) => Err(KubeletError::NotRunning),
-        (several, _) => Err(KubeletError::Several(several.iter().map(|(pid, _)| *pid).collect())),
-    }
+    let service = unit::service_in_cgroup(kubelet);
+    service.is_some() && service == unit::service_in_cgroup(program)
 }
 
-/// Whether a process is in the process namespace of this one. The kubelet of a node in a container is not.
-fn is_of_this_machine(process: &Path) -> bool {
-    let of = |process: &Path| fs::read_link(process.join("ns/pid")).ok();
-    let own = of(Path::new("/proc/self"));
-    of(process).is_none_or(|namespace| own.is_none_or(|own| own == namespace))
-}
-
-fn of_process(proc: &Path, pid: u32, arguments: &[String]) -> Result<Kubelet, KubeletError> {
+fn of_process(
+    proc: &Path,
+    kubelet: &Process,
+    unit: Option<String>,
+) -> Result<Kubelet, KubeletError> {
+    let (pid, arguments) = (kubelet.pid, &kubelet.arguments);
     let process = proc.join(pid.to_string());
-    let cgroups = fs::read_to_string(process.join("cgroup")).unwrap_or_default();
-    let unit = unit_of(&cgroups).ok_or(KubeletError::NotService(pid))?;
+    let unit = unit.ok_or(KubeletError::NotService(pid))?;
     let kubeconfig = flag(arguments, "kubeconfig").ok_or(KubeletError::Standalone(pid))?;
     let directory = fs::read_link(process.join("cwd")).unwrap_or_else(|_| PathBuf::from("/"));
     let static_pods = match flag(arguments, "config") {
@@ -133,16 +185,6 @@ fn of_process(proc: &Path, pid: u32, arguments: &[String]) -> Result<Kubelet, Ku
     let static_pods = flag(arguments, "pod-manifest-path").map(PathBuf::from).or(static_pods);
     let name = flag(arguments, "hostname-override").map(ToOwned::to_owned);
     Ok(Kubelet { unit, kubeconfig: directory.join(kubeconfig), static_pods, name })
-}
-
-/// The arguments of a process, from `/proc/PID/cmdline`.
-fn arguments(cmdline: &[u8]) -> Vec<String> {
-    let words = cmdline.split(|byte| *byte == 0).filter(|word| !word.is_empty());
-    words.map(|word| String::from_utf8_lossy(word).into_owned()).collect()
-}
-
-fn program_name(path: &str) -> &str {
-    path.rsplit('/').next().unwrap_or(path)
 }
 
 /// The last value of a flag in the forms of Go's pflag: `--name=value`, `--name value`.
@@ -162,19 +204,6 @@ fn flag<'a>(arguments: &'a [String], name: &str) -> Option<&'a str> {
     value.filter(|value| !value.is_empty())
 }
 
-/// The systemd service in `/proc/PID/cgroup` (cgroups(7)): the last component of the unified hierarchy, or of
-/// `name=systemd` on version 1.
-fn unit_of(cgroups: &str) -> Option<String> {
-    let of_systemd = |line: &&str| line.starts_with("0::") || line.contains(":name=systemd:");
-    cgroups.lines().filter(of_systemd).find_map(|line| {
-        let path = line.splitn(3, ':').nth(2)?;
-        let service = path.split('/').rev().find(|part| {
-            Path::new(part).extension().is_some_and(|extension| extension == "service")
-        });
-        service.map(ToOwned::to_owned)
-    })
-}
-
 /// `staticPodPath` in the configuration of kubelet.
 fn static_pods(file: &Path) -> Result<Option<PathBuf>, KubeletError> {
     let fail = |why: String| KubeletError::Config(file.to_owned(), why);
@@ -188,6 +217,18 @@ fn static_pods(file: &Path) -> Result<Option<PathBuf>, KubeletError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::install::systemd::CommandError;
+
+    /// A systemd that answers `systemctl show` with this text.
+    struct Units(&'static str);
+
+    impl ServiceManager for Units {
+        fn systemctl(&self, _: &[&str]) -> Result<String, CommandError> {
+            Ok(self.0.to_owned())
+        }
+    }
+
+    const NO_UNITS: Units = Units("");
 
     /// A directory like `/proc` with these processes: pid, arguments, content of `cgroup`.
     fn proc(processes: &[(u32, &[&str], &str)]) -> tempfile::TempDir {
@@ -223,7 +264,7 @@ mod tests {
                 SERVICE,
             ),
         ]);
-        let kubelet = find(dir.path()).unwrap();
+        let kubelet = find(dir.path(), &NO_UNITS).unwrap();
         let expected = Kubelet {
             unit: "kubelet.service".to_owned(),
             kubeconfig: "/k".into(),
@@ -234,7 +275,7 @@ mod tests {
 
         let cgroups = "12:cpu:/a\n1:name=systemd:/s/my-kubelet.service/x\n";
         let dir = proc(&[(7, &["kubelet", "--kubeconfig=relative"], cgroups)]);
-        let kubelet = find(dir.path()).unwrap();
+        let kubelet = find(dir.path(), &NO_UNITS).unwrap();
         assert_eq!(kubelet.unit, "my-kubelet.service");
         assert_eq!(kubelet.kubeconfig, Path::new("/relative"));
         assert_eq!(kubelet.static_pods, None);
@@ -243,7 +284,7 @@ mod tests {
     #[test]
     fn find_without_a_manageable_kubelet_says_why() {
         let error = |processes: &[(u32, &[&str], &str)]| {
-            find(proc(processes).path()).unwrap_err().to_string()
+            find(proc(processes).path(), &NO_UNITS).unwrap_err().to_string()
         };
         assert!(error(&[(1, &["init"], "")]).starts_with("no kubelet runs"));
         assert!(error(&[(9, &["/usr/local/bin/k3s", "agent"], "")]).contains("k3s-rke2.md"));
@@ -262,6 +303,81 @@ mod tests {
         );
         let broken = error(&[(5, &["kubelet", "--kubeconfig=/k", "--config=/none"], SERVICE)]);
         assert!(broken.starts_with("cannot read kubelet's configuration /none"), "{broken}");
+    }
+
+    /// Adds a line to `/proc/PID/status`.
+    fn status(dir: &tempfile::TempDir, pid: u32, line: &str) {
+        let file = dir.path().join(pid.to_string()).join("status");
+        let before = fs::read_to_string(&file).unwrap_or_default();
+        fs::write(file, format!("{before}{line}\n")).unwrap();
+    }
+
+    const KUBELET: (u32, &[&str], &str) = (7, &["/usr/bin/kubelet", "--kubeconfig=/k"], SERVICE);
+    /// A pod or container, by its cgroup.
+    const POD: &str = "0::/kubepods.slice/kubepods-pod1.slice/cri-containerd-1.scope\n";
+
+    #[test]
+    fn find_leaves_out_programs_in_pods_and_containers() {
+        let other = "0::/system.slice/other.service\n";
+        for arguments in [
+            &["/bin/k3s", "server"][..],
+            &["/bin/k3s server"],
+            &["rke2", "agent"],
+            &["/usr/local/bin/k0s", "controller"],
+            &["/snap/microk8s/1/kubelite"],
+            &["/usr/bin/kubelet", "--kubeconfig=/other"],
+            &["/hyperkube", "kubelet", "--kubeconfig=/other"],
+        ] {
+            // In a PID namespace of its own, and in one of a pod with `hostPID`.
+            let nested = proc(&[KUBELET, (9, arguments, other)]);
+            status(&nested, 9, "NSpid:\t9\t1");
+            let users = proc(&[KUBELET, (9, arguments, other)]);
+            fs::create_dir(users.path().join("self")).unwrap();
+            for (process, namespace) in [("self", "user:[1]"), ("7", "user:[1]"), ("9", "user:[2]")]
+            {
+                let directory = users.path().join(process).join("ns");
+                fs::create_dir(&directory).unwrap();
+                std::os::unix::fs::symlink(namespace, directory.join("user")).unwrap();
+            }
+            for dir in [nested, users, proc(&[KUBELET, (9, arguments, POD)])] {
+                let kubelet = find(dir.path(), &NO_UNITS).unwrap();
+                assert_eq!(kubelet.kubeconfig, Path::new("/k"), "{arguments:?}");
+            }
+        }
+        let alone = proc(&[(9, &["/bin/k3s", "server"], POD)]);
+        assert!(matches!(find(alone.path(), &NO_UNITS), Err(KubeletError::NotRunning)));
+        let docker = format!("0::/docker/{}\n", "ab".repeat(32));
+        let contained = proc(&[(9, &["kubelet", "--kubeconfig=/k"], &docker)]);
+        let error = find(contained.path(), &NO_UNITS).unwrap_err().to_string();
+        assert!(error.contains("in a container only (pids 9)"), "{error}");
+    }
+
+    #[test]
+    fn find_prefers_a_kubelet_with_a_service_of_its_own() {
+        let server = "0::/system.slice/k3s.service\n";
+        let dir = proc(&[KUBELET, (9, &["/usr/local/bin/k3s server"], server)]);
+        assert_eq!(find(dir.path(), &NO_UNITS).unwrap().unit, "kubelet.service");
+
+        // k0s moves its kubelet to no service of its own: it is a child.
+        let moved = (10, &["/var/lib/k0s/bin/kubelet", "--kubeconfig=/k"][..], "0::/kube.slice\n");
+        let dir = proc(&[(9, &["/usr/local/bin/k0s", "worker"], "0::/k0s.slice\n"), moved]);
+        status(&dir, 10, "PPid:\t9");
+        let error = find(dir.path(), &NO_UNITS).unwrap_err().to_string();
+        assert!(error.contains("part of k0s") && error.contains("k0s.md"), "{error}");
+    }
+
+    #[test]
+    fn find_asks_systemd_for_a_kubelet_that_has_left_its_cgroup() {
+        let units = Units("Id=node-agent.service\nMainPID=7\n\nId=ssh.service\nMainPID=5");
+        let dir = proc(&[(7, &["kubelet", "--kubeconfig=/k"], "0::/system.slice/kube.slice\n")]);
+        assert_eq!(find(dir.path(), &units).unwrap().unit, "node-agent.service");
+        assert!(matches!(find(dir.path(), &NO_UNITS), Err(KubeletError::NotService(7))));
+
+        // A process that kubelet has forked, before it executes its program.
+        let fork = (8, &["kubelet", "--kubeconfig=/k"][..], SERVICE);
+        let dir = proc(&[KUBELET, fork]);
+        status(&dir, 8, "PPid:\t7");
+        assert_eq!(find(dir.path(), &NO_UNITS).unwrap().unit, "kubelet.service");
     }
 
     #[test]

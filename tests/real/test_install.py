@@ -97,6 +97,28 @@ class Install(RigCase, unittest.TestCase):
         within(self, "uninstall: from the command to Ready", time.monotonic() - begun, "s", READY)
         self.assert_as_before()
 
+    @long_form("the unit tests of install::kubelet have each place of a kubelet")
+    def test_3_kubelet_that_has_left_the_cgroup_of_its_unit(self):
+        """`kubeletCgroups` has kubelet move itself, so its cgroup does not name its unit."""
+        file = self.node.dir / "kubelet.json"
+        before = file.read_text()
+
+        def restart(text):
+            file.write_text(text)
+            self.node.ctl("restart", "kubelet.service", check=True)
+            self.node.wait_ready(READY)
+        self.addCleanup(restart, before)
+        restart(json.dumps({**json.loads(before), "kubeletCgroups": "/kube.slice"}))
+        cgroups = wait_for("kubelet to move itself", lambda: [
+            line for line in Path(f"/proc/{self.node.kubelet_pid()}/cgroup").read_text().splitlines() if line.endswith("/kube.slice")], 90)
+        log(f"kubelet is in {cgroups[0]}")
+        self.assertNotIn("kubelet.service", Path(f"/proc/{self.node.kubelet_pid()}/cgroup").read_text())
+        output, _ = self.install()
+        self.assertIn("is Ready through jackstay", output)
+        self.assertIn("kubelet.service", self.node.ctl("cat", "jackstay-renew.service").stdout)
+        self.uninstall()
+        self.node.wait_ready(READY)
+
     def test_3_node_that_does_not_become_ready_is_reverted(self):
         """kubelet cannot reach jackstay: within the timeout and a minute the node is as before."""
         sh("nft", "add table inet installed; add chain inet installed output { type filter hook output priority 0; };"

@@ -63,7 +63,7 @@ impl Preparation {
     /// # Errors
     /// Why nothing can be installed.
     pub(super) fn new(args: &InstallArgs) -> Result<Self, Failure> {
-        let kubelet = kubelet::find(Path::new("/proc"))?;
+        let kubelet = kubelet::find(Path::new("/proc"), &Systemd)?;
         refuse_control_plane(args)?;
         let setup = NodeSetup {
             kubeconfig: kubelet.kubeconfig.clone(),

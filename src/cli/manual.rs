@@ -1,8 +1,10 @@
 //! `jackstay completion`, `man` and `version`: print text that clap generates from the command line,
-//! and the version of the build.
+//! and the version of the build. Completion of `kubectl jackstay`.
 
+mod kubectl;
 mod page;
 
+use std::ffi::OsString;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -15,12 +17,16 @@ use super::options::OutputArgs;
 use crate::observe::build;
 
 const COMPLETION_HELP: &str = "\
+kubectl 1.26 and later completes `kubectl jackstay` if the program is in PATH
+under the name kubectl_complete-jackstay, too.
+
 Exit codes: 0 printed, 1 stdout cannot be written, 2 bad usage.
 
 Examples:
   jackstay completion bash > /etc/bash_completion.d/jackstay
   jackstay completion zsh > \"${fpath[1]}/_jackstay\"
-  jackstay completion fish > ~/.config/fish/completions/jackstay.fish";
+  jackstay completion fish > ~/.config/fish/completions/jackstay.fish
+  ln -s kubectl-jackstay ~/.krew/bin/kubectl_complete-jackstay";
 
 const MAN_HELP: &str = "\
 Exit codes: 0 printed or written, 1 a page cannot be written, 2 bad usage.
@@ -66,6 +72,11 @@ pub(super) fn completion(args: &CompletionArgs, mut command: clap::Command) -> E
     let mut script = Vec::new();
     clap_complete::generate(args.shell, &mut command, "jackstay", &mut script);
     exit_code(io::stdout().lock().write_all(&script))
+}
+
+/// Prints candidates for the last of `words`, as kubectl reads them from `kubectl_complete-jackstay`.
+pub(super) fn complete_for_kubectl(words: &[OsString], command: clap::Command) -> ExitCode {
+    exit_code(io::stdout().lock().write_all(kubectl::complete(command, words).as_bytes()))
 }
 
 /// Prints the manual page of the program, or writes the pages of all commands into a directory.

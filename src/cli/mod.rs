@@ -131,12 +131,18 @@ fn missing(command: &str, mut stderr: impl std::io::Write) -> ExitCode {
 /// The name of the program as a plug-in of kubectl, which calls it for `kubectl jackstay`.
 const PLUGIN: &str = "kubectl-jackstay";
 
+/// The name of the program by which kubectl asks for completions of `kubectl jackstay`.
+const PLUGIN_COMPLETION: &str = "kubectl_complete-jackstay";
+
+/// Whether `program`, the first argument, is a path of the file name `name`.
+fn is_called(program: Option<&OsString>, name: &str) -> bool {
+    program.is_some_and(|path| Path::new(path).file_name() == Some(OsStr::new(name)))
+}
+
 /// The command line for the program name `program`: as a plug-in of kubectl, usage lines and examples say `kubectl
 /// jackstay`.
-fn command_line(program: Option<&OsStr>) -> clap::Command {
-    let is_plugin =
-        program.is_some_and(|path| Path::new(path).file_name() == Some(OsStr::new(PLUGIN)));
-    if !is_plugin {
+fn command_line(program: Option<&OsString>) -> clap::Command {
+    if !is_called(program, PLUGIN) {
         return Cli::command();
     }
     let for_plugin = |command: clap::Command| {
@@ -148,7 +154,7 @@ fn command_line(program: Option<&OsStr>) -> clap::Command {
 
 /// Parses the arguments, of which the first is the program name.
 fn parse(arguments: &[OsString]) -> Result<Cli, clap::Error> {
-    let mut command = command_line(arguments.first().map(OsString::as_os_str));
+    let mut command = command_line(arguments.first());
     let mut matches = command.try_get_matches_from_mut(arguments)?;
     Cli::from_arg_matches_mut(&mut matches).map_err(|error| error.format(&mut command))
 }
@@ -163,7 +169,11 @@ pub fn check_arguments(arguments: &[OsString]) -> Result<(), String> {
 
 /// Runs the command line of this process.
 pub fn main() -> ExitCode {
-    let cli = match parse(&env::args_os().collect::<Vec<_>>()) {
+    let arguments: Vec<_> = env::args_os().collect();
+    if is_called(arguments.first(), PLUGIN_COMPLETION) {
+        return manual::complete_for_kubectl(&arguments[1..], Cli::command());
+    }
+    let cli = match parse(&arguments) {
         Ok(cli) => cli,
         Err(error) => {
             let _ = error.print();

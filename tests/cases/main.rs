@@ -17,6 +17,7 @@ mod names;
 mod paths;
 mod peer;
 mod pem;
+mod plugin;
 mod server_urls;
 mod table;
 mod websocket;

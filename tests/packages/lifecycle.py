@@ -198,7 +198,7 @@ class Files(unittest.TestCase):
             names = {name.removesuffix(".gz").replace("vendor-completions", "site-functions") for name in names}
             return {name for name in names if not name.startswith(("/usr/share/doc", "/usr/share/licenses"))}
         self.assertEqual(paths(deb), paths(rpm))
-        for name in ("/usr/bin/jackstay", "/usr/bin/kubectl-jackstay", "/usr/lib/systemd/system/jackstay.service",
+        for name in ("/usr/bin/jackstay", "/usr/bin/kubectl-jackstay", "/usr/bin/kubectl_complete-jackstay", "/usr/lib/systemd/system/jackstay.service",
                      "/usr/share/man/man1/jackstay-doctor.1", "/usr/lib/jackstay/nftables/install.sh"):
             self.assertIn(name, paths(deb))
         for name in ("/usr/share/doc/jackstay/copyright", "/usr/share/doc/jackstay/THIRD-PARTY-NOTICES"):
@@ -235,6 +235,7 @@ class Deb(Node):
         self.assertIn("jackstay:", sh("getent", "passwd", "jackstay"))
         self.assertTrue(CONFIG.parent.is_dir())
         self.assertIn("Usage: kubectl jackstay", sh("kubectl-jackstay", "--help"))
+        self.assertRegex(sh("kubectl_complete-jackstay", "sta"), r"^status\t.*\n:4$")
         self.configure()
         sh("systemctl", "start", UNIT)
         self.assertTrue(serves())
@@ -360,6 +361,7 @@ class Rpm(Node):
         self.configure()
         rpm("--install", "/packages/1.rpm")
         self.assertIn("Usage: kubectl jackstay", sh("kubectl-jackstay", "--help"))
+        self.assertRegex(sh("kubectl_complete-jackstay", "sta"), r"^status\t.*\n:4$")
         sh("systemctl", "enable", "--now", UNIT)
         pid = main_pid()
         with Client() as client, Connecting() as connecting:

@@ -184,6 +184,7 @@ class Node(unittest.TestCase):
         """The process is another one, of the installed file."""
         wait_for("another process", lambda: main_pid() not in (0, pid))
         self.assertEqual(os.readlink(f"/proc/{main_pid()}/exe"), "/usr/bin/jackstay")
+        self.assertEqual(Path(f"/proc/{main_pid()}/exe").read_bytes(), Path("/usr/bin/jackstay").read_bytes())
         wait_for("served connection", serves)
 
 
@@ -350,6 +351,84 @@ class Deb(Node):
         finally:
             shutil.rmtree(folder)
             sh("dpkg", "--purge", "jackstay")
+
+
+class OtherProgram(Node):
+    """The service runs another program than that of the package."""
+
+    OWN, UNIT_FILE = Path("/usr/local/bin/jackstay"), Path("/etc/systemd/system/jackstay.service")
+
+    def setUp(self):
+        super().setUp()
+        self.addCleanup(self.remove)
+        install(1)
+        shutil.copy("/usr/bin/jackstay", self.OWN)
+        self.configure()
+
+    def remove(self):
+        sh("systemctl", "stop", UNIT, check=False)
+        self.OWN.unlink(missing_ok=True)
+        self.UNIT_FILE.unlink(missing_ok=True)
+        sh("systemctl", "daemon-reload")
+
+    def override(self, program):
+        """A unit of the administrator, as `jackstay install` writes it."""
+        text = Path("/usr/lib/systemd/system/jackstay.service").read_text()
+        self.UNIT_FILE.write_text(text.replace("/usr/bin/jackstay", str(program)))
+        sh("systemctl", "daemon-reload")
+
+    def take_over(self):
+        done = subprocess.run(["/usr/lib/jackstay/take-over"], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=60)
+        return done.returncode, done.stderr
+
+    def test_upgrade_says_that_the_unit_runs_another_program(self):
+        self.override(self.OWN)
+        sh("systemctl", "start", UNIT)
+        wait_for("served connection", serves)
+        pid = main_pid()
+        with Connecting() as connecting:
+            output = install(2)
+            self.assertIn(f"nothing is upgraded: jackstay.service runs {self.OWN}, not /usr/bin/jackstay", output)
+            self.assertIn(str(self.UNIT_FILE), output)
+            code, error = self.take_over()
+        self.assertEqual((code, main_pid(), connecting.failed), (3, pid, []), error)
+        # As the message says.
+        self.UNIT_FILE.unlink()
+        sh("systemctl", "daemon-reload")
+        sh("systemctl", "restart", UNIT)
+        wait_for("served connection", serves)
+        self.assertEqual(os.readlink(f"/proc/{main_pid()}/exe"), "/usr/bin/jackstay")
+
+    def test_upgrade_says_that_the_unit_will_start_another_program(self):
+        sh("systemctl", "start", UNIT)
+        wait_for("served connection", serves)
+        pid = main_pid()
+        self.override(self.OWN)
+        code, error = self.take_over()
+        self.assertEqual((code, main_pid()), (3, pid), error)
+        self.assertIn(f"runs {self.OWN}", error)
+        sh("systemctl", "stop", UNIT)
+        code, error = self.take_over()
+        self.assertEqual(code, 3, error)
+
+    def test_unit_of_the_administrator_with_the_program_of_the_package_is_upgraded(self):
+        self.override("/usr/bin/jackstay")
+        sh("systemctl", "start", UNIT)
+        wait_for("served connection", serves)
+        pid = main_pid()
+        output = install(2)
+        self.assertIn(f"{self.UNIT_FILE} replaces the unit of the package", output)
+        self.assert_replaced(pid)
+
+    def test_message_names_jackstay_install_that_has_written_the_unit(self):
+        self.override(self.OWN)
+        journal = Path("/var/lib/jackstay-install/journal.json")
+        journal.parent.mkdir()
+        self.addCleanup(shutil.rmtree, journal.parent)
+        journal.write_text("{}")
+        code, error = self.take_over()
+        self.assertEqual(code, 3, error)
+        self.assertIn("/usr/bin/jackstay install", error)
 
 
 class Rpm(Node):

@@ -13,6 +13,7 @@ import threading
 import time
 import unittest
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from cases import RigCase
@@ -141,18 +142,31 @@ class Chart(RigCase, unittest.TestCase):
     def daemon_set(self, component, namespace=NAMESPACE):
         return self.rig.control.get(f"/apis/apps/v1/namespaces/{namespace}/daemonsets/jackstay-{component}").json
 
+    def bind(self, pods):
+        """Binds pods to the node: the rig has no scheduler."""
+        for pod in pods:
+            name, namespace = pod["metadata"]["name"], pod["metadata"]["namespace"]
+            if not pod["spec"].get("nodeName"):
+                self.rig.control.request("POST", f"/api/v1/namespaces/{namespace}/pods/{name}/binding", {
+                    "apiVersion": "v1", "kind": "Binding", "metadata": {"name": name}, "target": {"kind": "Node", "name": RealNode.NAME}})
+
+    def helm_test(self, code=0):
+        """Runs `helm test` and returns its output."""
+        def is_done():
+            self.bind(self.rig.control.get(f"/api/v1/namespaces/{NAMESPACE}/pods?labelSelector=app.kubernetes.io%2Fname%3Djackstay-test").json["items"])
+            return running.done()
+        with ThreadPoolExecutor() as pool:
+            running = pool.submit(self.helm, "test", "jackstay", "--logs", code=code)
+            wait_for("the end of helm test", is_done, 120)
+        return running.result().stdout
+
     def rolled_out(self, component, namespace=NAMESPACE):
-        """Waits until the current pod of a component is Ready and the only one; returns it. The rig has no scheduler, so pods are
-        bound here."""
+        """Waits until the current pod of a component is Ready and the only one; returns it."""
         def one_ready():
             # Read before the pods: its status may count a pod that is created after they were read.
             found = self.daemon_set(component, namespace)
             pods = self.pods(component, namespace)
-            for pod in pods:
-                if not pod["spec"].get("nodeName"):
-                    name = pod["metadata"]["name"]
-                    self.rig.control.request("POST", f"/api/v1/namespaces/{namespace}/pods/{name}/binding", {
-                        "apiVersion": "v1", "kind": "Binding", "metadata": {"name": name}, "target": {"kind": "Node", "name": RealNode.NAME}})
+            self.bind(pods)
             state = found["status"]
             current = state.get("observedGeneration") == found["metadata"]["generation"] and state.get("updatedNumberScheduled") == 1
             ready = [pod for pod in pods if any(c["type"] == "Ready" and c["status"] == "True" for c in pod["status"].get("conditions", []))]
@@ -173,7 +187,8 @@ class Chart(RigCase, unittest.TestCase):
         for values in sorted((CHART / "ci").glob("*-values.yaml")):
             with self.subTest(values.name):
                 reduced = () if HAS_SIDECARS else ("--set", "transparent.enabled=false,loadBalancer.service.internalTrafficPolicy=Cluster")
-                rendered = self.helm("template", "jackstay", CHART, "--kube-version", RELEASE.version, *reduced, values=values).stdout
+                # A pod is admitted only if its ServiceAccount exists: those of `helm test` are created by test_3.
+                rendered = self.helm("template", "jackstay", CHART, "--skip-tests", "--kube-version", RELEASE.version, *reduced, values=values).stdout
                 done = self.rig.kubectl(self.config, "apply", "--dry-run=server", "--validate=strict", "-f", "-", input=rendered)
                 self.assertEqual(done.returncode, 0, done.stderr)
                 self.assertEqual(done.stdout.count("(server dry run)"), len(re.findall("^kind: ", rendered, re.M)), done.stdout)
@@ -203,6 +218,12 @@ class Chart(RigCase, unittest.TestCase):
         self.assertTrue(self.nodes_through(8444))
         # The same values again change nothing.
         self.helm("upgrade", "jackstay", CHART, values=changed)
+        self.assertEqual(self.rolled_out("load-balancer")["metadata"]["uid"], after["metadata"]["uid"])
+        # `helm test` connects through the load balancer: it fails for a name that the apiservers' certificates lack.
+        self.helm("upgrade", "jackstay", CHART, values={**changed, "test": {"serverName": "other.example.com"}})
+        self.assertIn("other.example.com", self.helm_test(code=1))
+        self.helm("upgrade", "jackstay", CHART, values=changed)
+        self.assertRegex(self.helm_test(), r"Phase:\s+Succeeded")
         self.assertEqual(self.rolled_out("load-balancer")["metadata"]["uid"], after["metadata"]["uid"])
 
     def test_4_wrong_values_change_nothing(self):
@@ -326,10 +347,15 @@ class Chart(RigCase, unittest.TestCase):
         namespace = "confined"
         self.rig.control.must("POST", "/api/v1/namespaces", {"metadata": {"name": namespace, "labels": {"pod-security.kubernetes.io/enforce": "restricted"}}})
         self.addCleanup(self.rig.control.request, "DELETE", f"/api/v1/namespaces/{namespace}")
-        self.helm("install", "inside", CHART, namespace=namespace, values={
+        inside = {
             "image": CHART_IMAGE, "apiservers": [f"{address}:{PORT}" for address in ADDRESSES.values()], "fullnameOverride": "jackstay",
             "ca": {"configMap": "kube-root-ca.crt"}, "loadBalancer": {
-                "hostNetwork": False, "bind": ["0.0.0.0:8443"], "service": {"enabled": True}, "networkPolicy": {"enabled": True}}})
+                "hostNetwork": False, "bind": ["0.0.0.0:8443"], "service": {"enabled": True}, "networkPolicy": {"enabled": True}}}
+        self.helm("install", "inside", CHART, namespace=namespace, values=inside)
+        # The pod of `helm test`, which the namespace admits, too.
+        rendered = self.helm("template", "inside", CHART, "--show-only", "templates/tests/connection.yaml", namespace=namespace, values=inside).stdout
+        admitted = self.rig.kubectl(self.config, "apply", "--dry-run=server", "--validate=strict", "-f", "-", input=rendered)
+        self.assertEqual((admitted.returncode, "test-load-balancer" in admitted.stdout), (0, True), admitted.stderr)
         self.addCleanup(self.helm, "uninstall", "inside", namespace=namespace)
         serving = self.rolled_out("load-balancer", namespace)
         self.assertTrue(serving["status"]["podIP"].startswith("10.98.0."))

@@ -18,8 +18,8 @@ app.kubernetes.io/name: {{ include "jackstay.name" . }}
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end -}}
 
-{{- define "jackstay.labels" -}}
-{{ include "jackstay.selectorLabels" . }}
+{{- /* Labels of every object, without those by which pods are selected. */ -}}
+{{- define "jackstay.releaseLabels" -}}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
@@ -28,12 +28,43 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end }}
 {{- end -}}
 
-{{- /* image: reference of an image. Arguments: image (repository, tag, digest), tag (default) */ -}}
+{{- define "jackstay.labels" -}}
+{{ include "jackstay.selectorLabels" . }}
+{{ include "jackstay.releaseLabels" . }}
+{{- end -}}
+
+{{- /* Reference of an image. A registry replaces that of the repository. Arguments: root, image (registry, repository, tag,
+digest), tag (default) */ -}}
 {{- define "jackstay.image" -}}
+{{- $repository := .image.repository -}}
+{{- with default .image.registry (.root.Values.global).imageRegistry -}}
+{{- $host := splitList "/" $repository | first -}}
+{{- if and (contains "/" $repository) (or (eq $host "localhost") (contains "." $host) (contains ":" $host)) -}}
+{{- $repository = trimPrefix (print $host "/") $repository -}}
+{{- end -}}
+{{- $repository = printf "%s/%s" (trimSuffix "/" .) $repository -}}
+{{- end -}}
 {{- if .image.digest -}}
-{{ .image.repository }}@{{ .image.digest }}
+{{ $repository }}@{{ .image.digest }}
 {{- else -}}
-{{ .image.repository }}{{ with default .tag .image.tag }}:{{ . }}{{ end }}
+{{ $repository }}{{ with default .tag .image.tag }}:{{ . }}{{ end }}
+{{- end -}}
+{{- end -}}
+
+{{- /* The ServiceAccount of the pods; empty for `default`. Its name with discovery is that of earlier versions of the chart. */ -}}
+{{- define "jackstay.serviceAccountName" -}}
+{{- $account := .Values.serviceAccount -}}
+{{- if or $account.name (not $account.create) -}}
+{{- $account.name -}}
+{{- else -}}
+{{- include "jackstay.fullname" . }}{{ if .Values.discovery.enabled }}-discovery{{ end }}
+{{- end -}}
+{{- end -}}
+
+{{- /* Secrets for pulling images, of the parent chart and of this one. */ -}}
+{{- define "jackstay.imagePullSecrets" -}}
+{{- range concat (default list (.Values.global).imagePullSecrets) .Values.imagePullSecrets }}
+- name: {{ if kindIs "string" . }}{{ . }}{{ else }}{{ .name }}{{ end }}
 {{- end -}}
 {{- end -}}
 
@@ -88,11 +119,17 @@ hostNetwork: true
 {{- end }}
 dnsPolicy: {{ .values.dnsPolicy }}
 priorityClassName: {{ .values.priorityClassName | quote }}
-{{- with .root.Values.imagePullSecrets }}
+{{- with .values.dnsConfig }}
+dnsConfig:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .values.hostAliases }}
+hostAliases:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with include "jackstay.imagePullSecrets" .root }}
 imagePullSecrets:
-  {{- range . }}
-  - name: {{ . }}
-  {{- end }}
+  {{- trim . | nindent 2 }}
 {{- end }}
 {{- with .values.nodeSelector }}
 nodeSelector:
@@ -106,25 +143,29 @@ tolerations:
 affinity:
   {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- if .root.Values.discovery.enabled }}
-serviceAccountName: {{ include "jackstay.fullname" .root }}-discovery
+{{- with include "jackstay.serviceAccountName" .root }}
+serviceAccountName: {{ . }}
 {{- end }}
 # The token for discovery is a volume of its own.
-automountServiceAccountToken: false
+automountServiceAccountToken: {{ .root.Values.serviceAccount.automountServiceAccountToken }}
 enableServiceLinks: false
 terminationGracePeriodSeconds: {{ .values.terminationGracePeriodSeconds }}
+{{- with .values.podSecurityContext }}
+securityContext:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- end -}}
 
-{{- /* The container. Arguments: root, values, sidecar, securityContext, service (container port of the Service) */ -}}
+{{- /* The container. Arguments: root, values, sidecar, service (container port of the Service) */ -}}
 {{- define "jackstay.container" -}}
 {{- $probe := dict "exec" (dict "command" (list "/jackstay" "probe" "livez" "--socket" "/run/jackstay/admin.sock")) -}}
 name: jackstay
-image: {{ include "jackstay.image" (dict "image" .root.Values.image "tag" .root.Chart.AppVersion) | quote }}
+image: {{ include "jackstay.image" (dict "root" .root "image" .root.Values.image "tag" .root.Chart.AppVersion) | quote }}
 imagePullPolicy: {{ .root.Values.image.pullPolicy }}
 {{- if .sidecar }}
 restartPolicy: Always
 {{- end }}
-args: ["run", "--config", "/etc/jackstay/jackstay.yaml"]
+args: {{ concat (list "run" "--config" "/etc/jackstay/jackstay.yaml") .values.extraArgs | toJson }}
 env:
   # The probes below use this socket, which is inside the pod.
   - { name: JACKSTAY__ADMIN__SOCKET, value: /run/jackstay/admin.sock }
@@ -147,8 +188,10 @@ ports:
   - { name: metrics, containerPort: {{ .values.admin.port }}, protocol: TCP }
   {{- end }}
 {{- end }}
+{{- with .values.securityContext }}
 securityContext:
-  {{- toYaml .securityContext | nindent 2 }}
+  {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- with .values.resources }}
 resources:
   {{- toYaml . | nindent 2 }}
@@ -173,11 +216,7 @@ readinessProbe:
   timeoutSeconds: 3
 volumeMounts:
   - { name: config, mountPath: /etc/jackstay, readOnly: true }
-  {{- if .root.Values.ca.configMap }}
-  - { name: cluster-ca, mountPath: /etc/kubernetes/pki, readOnly: true }
-  {{- else }}
-  - { name: cluster-ca, mountPath: /etc/kubernetes/pki/ca.crt, readOnly: true }
-  {{- end }}
+  - {{ include "jackstay.caMount" .root }}
   - { name: state, mountPath: /var/lib/jackstay }
   - { name: run, mountPath: /run/jackstay }
   {{- if .root.Values.discovery.enabled }}
@@ -188,18 +227,30 @@ volumeMounts:
   {{- end }}
 {{- end -}}
 
+{{- /* The volume with the CA of the apiservers' certificates. */ -}}
+{{- define "jackstay.caVolume" -}}
+name: cluster-ca
+{{- if .Values.ca.configMap }}
+configMap: { name: {{ .Values.ca.configMap }}, items: [{ key: ca.crt, path: ca.crt }] }
+{{- else }}
+hostPath: { path: {{ .Values.ca.hostPath }}, type: File }
+{{- end }}
+{{- end -}}
+
+{{- /* Its mount. */ -}}
+{{- define "jackstay.caMount" -}}
+{{- $path := .Values.ca.configMap | empty | ternary "/etc/kubernetes/pki/ca.crt" "/etc/kubernetes/pki" -}}
+{ name: cluster-ca, mountPath: {{ $path }}, readOnly: true }
+{{- end -}}
+
 {{- /* Volumes of the container. Arguments: root, values, name (of the ConfigMap) */ -}}
 {{- define "jackstay.volumes" -}}
 - name: run
   emptyDir: { medium: Memory, sizeLimit: 1Mi }
 - name: config
   configMap: { name: {{ .name }} }
-- name: cluster-ca
-  {{- if .root.Values.ca.configMap }}
-  configMap: { name: {{ .root.Values.ca.configMap }}, items: [{ key: ca.crt, path: ca.crt }] }
-  {{- else }}
-  hostPath: { path: {{ .root.Values.ca.hostPath }}, type: File }
-  {{- end }}
+-
+  {{- include "jackstay.caVolume" .root | nindent 2 }}
 - name: state
   emptyDir: { sizeLimit: 1Mi }
 {{- if .root.Values.discovery.enabled }}
@@ -217,6 +268,19 @@ volumeMounts:
 {{- if or $metrics.service.enabled $metrics.serviceMonitor.enabled $metrics.podMonitor.enabled }}true{{ end -}}
 {{- end -}}
 
+{{- /* Labels of the pods of `helm test`. Their name keeps Services and monitors from selecting them. */ -}}
+{{- define "jackstay.testLabels" -}}
+app.kubernetes.io/name: {{ include "jackstay.name" . }}-test
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- /* `helm upgrade --reuse-values` lacks the values that this version adds; without `enabled` every object would be removed. */ -}}
+{{- define "jackstay.checkVersion" -}}
+{{- if not (hasKey .Values "enabled") -}}
+{{- fail "the values are those of an earlier version of this chart (--reuse-values); use --reset-then-reuse-values, which adds the new defaults" -}}
+{{- end -}}
+{{- end -}}
+
 {{- /* Checks of a component that the schema cannot express. Arguments: root, values, key */ -}}
 {{- define "jackstay.validate" -}}
 {{- if not (or .root.Values.apiservers .values.config.upstreams) -}}
@@ -224,6 +288,12 @@ volumeMounts:
 {{- end -}}
 {{- if and (include "jackstay.scraped" .root) (has .values.admin.address (list "127.0.0.1" "[::1]")) -}}
 {{- fail (printf "%s.admin.address: metrics: Prometheus cannot reach %s; set hostIP or an address of the node, and restrict the port with a firewall" .key .values.admin.address) -}}
+{{- end -}}
+{{- if and (eq .values.dnsPolicy "None") (not .values.dnsConfig) -}}
+{{- fail (printf "%s.dnsConfig: dnsPolicy None requires name servers" .key) -}}
+{{- end -}}
+{{- if and .root.Values.discovery.enabled (not (include "jackstay.serviceAccountName" .root)) -}}
+{{- fail "serviceAccount.name: discovery needs a ServiceAccount of its own; set the name of the existing one, or serviceAccount.create" -}}
 {{- end -}}
 {{- if (.values.config.admin).bind -}}
 {{- fail (printf "%s.config.admin.bind: set %s.admin.address and %s.admin.port, which the probes and monitors use, too" .key .key .key) -}}

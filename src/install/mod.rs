@@ -7,6 +7,7 @@
 //! ```
 //!
 //! * [`kubelet`] finds kubelet: its unit, its kubeconfig, its directory of static pods.
+//! * [`host`] says where the program can stay, and which hosts need another way.
 //! * [`service`] renders the units or the manifest, from the files in `deploy/`.
 //! * [`journal`] stores on disk, before the first change, every path that will change with its old content, and every
 //!   unit that will be enabled. So the change can be undone by a process that knows nothing else.
@@ -17,6 +18,7 @@
 //! An interrupted change is undone by the first of these: the guard, which waits until the installing process ends; the
 //! recovery unit, which runs at boot before kubelet; the next `jackstay install` or `jackstay uninstall`.
 
+pub mod host;
 pub mod journal;
 pub mod kubelet;
 pub mod service;

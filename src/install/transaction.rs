@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 
 use jackstay_sys::files::{self, StagedFile};
 
+use super::host::restore_context;
 use super::journal::{FileRecord, Journal, JournalError, Original, Store, content, digest_of};
 
 /// What became of a file when it was restored.
@@ -24,7 +25,9 @@ pub enum Restored {
 /// What the file system returns.
 pub fn write(path: &Path, bytes: &[u8], mode: u32) -> Result<(), JournalError> {
     create_parent(path)?;
-    files::replace(path, bytes, mode).map_err(|error| JournalError::Io(path.to_owned(), error))
+    files::replace(path, bytes, mode).map_err(|error| JournalError::Io(path.to_owned(), error))?;
+    restore_context(path);
+    Ok(())
 }
 
 fn create_parent(path: &Path) -> Result<(), JournalError> {

@@ -284,6 +284,21 @@ class Install(RigCase, unittest.TestCase):
         self.assertEqual(pids_of(), [])
         dpkg("--purge", "jackstay")
 
+    @long_form("the unit tests of install::host choose the directory")
+    def test_9_read_only_usr(self):
+        """/usr/local/bin is read-only, as on Flatcar: the program goes to /opt/bin."""
+        for words in (("-t", "tmpfs", "tmpfs", "/opt"), ("-o", "remount,bind,ro", "/usr/local/bin")):
+            self.node.inside("mount", *words, check=True)
+        self.addCleanup(self.node.inside, "umount", "/opt", check=True)
+        self.addCleanup(self.node.inside, "mount", "-o", "remount,bind,rw", "/usr/local/bin", check=True)
+        output, _ = self.install()
+        self.assertIn("write /opt/bin/jackstay (0755)", output)
+        self.assertIn("ExecStart=/opt/bin/jackstay run", self.node.ctl("cat", "jackstay.service").stdout)
+        self.uninstall()
+        self.node.wait_ready(READY)
+        self.assertEqual(self.node.inside("ls", "/opt").stdout, "")
+        self.assert_as_before()
+
     @long_form("the unit has the same steps")
     def test_9_static_pod(self):
         from deployed import dist_file

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 
 # What a reboot keeps.
-DISK = [Path(path) for path in ("/etc/kubernetes", "/etc/jackstay", "/etc/systemd/system", "/var/lib/jackstay", "/var/lib/kubelet",
+DISK = [Path(path) for path in ("/etc/kubernetes", "/etc/jackstay", "/etc/systemd/system", "/var/lib/jackstay", "/var/lib/kubelet", "/var/lib/k0s",
                                 "/usr/local/bin", "/usr/local/lib")]
 UNITS, MANIFESTS = Path("/etc/systemd/system"), Path("/etc/kubernetes/manifests")
 KUBELET_CONF, IMAGES = Path("/etc/kubernetes/kubelet.conf"), Path("/var/lib/kubelet/images")
@@ -108,10 +108,21 @@ def enable_unit(unit):
     (WANTS / name).symlink_to(path)
 
 
+def start_kubelet():
+    """Runs what drop-ins have kubelet's unit run before it. kubelet has no process here: `moment` and `wait_for_apiserver` ask
+    with its kubeconfig."""
+    for path in sorted((UNITS / "kubelet.service.d").glob("*.conf")):
+        for is_optional, command in re.findall(r"(?m)^ExecStartPre=(-?)(.*)$", path.read_text()):
+            with open(LOGS / "kubelet.service.log", "ab") as log:
+                subprocess.run(command.split(), stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=not is_optional)
+
+
 def systemctl(words):
     match words:
-        case ["daemon-reload"] | ["restart", "kubelet"]:
-            pass  # kubelet has no process here: `moment` and `boot` ask with its kubeconfig.
+        case ["daemon-reload"]:
+            pass
+        case ["restart", "kubelet" | "k0sworker"]:
+            start_kubelet()
         case ["enable", "--now", *units] if units:
             for unit in units:
                 enable_unit(unit)
@@ -190,6 +201,8 @@ class Node:
 
     def __init__(self):
         self.pods = None
+        # What something else does at each boot before kubelet starts.
+        self.before_kubelet = lambda: None
 
     def power_off(self):
         """Ends everything at once."""
@@ -211,9 +224,11 @@ class Node:
             empty(directory)
 
     def boot(self):
-        """Starts what starts at boot: enabled units, then kubelet's static pods."""
+        """Starts what starts at boot: enabled units, then kubelet with its static pods."""
         for path in sorted(WANTS.iterdir()) if WANTS.exists() else []:
             start_unit(path.name)
+        self.before_kubelet()
+        start_kubelet()
         self.pods = StaticPods()
 
     def wait_for_apiserver(self, seconds):

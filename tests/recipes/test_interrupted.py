@@ -224,6 +224,33 @@ class Interrupted(unittest.TestCase):
         self.interrupt("\n".join(lines[2:]))
         self.require_server("https://127.0.0.1:7443")
 
+    def move_kubeconfig(self, path):
+        """Gives kubelet's kubeconfig another path."""
+        path = Path(path)
+        path.parent.mkdir(exist_ok=True)
+        shutil.move(KUBELET_CONF, path)
+        KUBELET_CONF.symlink_to(path)
+
+    def test_k0s(self):
+        self.move_kubeconfig("/var/lib/k0s/kubelet.conf")
+        self.interrupt_recipe(f"{DISTRIBUTIONS}/k0s.md", "k0s")
+        self.require_server("https://127.0.0.1:7443")
+
+    def test_eks(self):
+        """nodeadm writes the kubeconfig at each boot, and kubelet's drop-in points it at jackstay again."""
+        self.move_kubeconfig("/var/lib/kubelet/kubeconfig")
+        self.node.before_kubelet = lambda: write_kubeconfig(f"https://{LOAD_BALANCER}:6443")
+        self.interrupt_recipe(f"{DISTRIBUTIONS}/eks.md", "eks")
+        self.require_server("https://127.0.0.1:7443")
+        node.systemctl(["restart", "kubelet"])
+        self.assertEqual(self.node.wait_for_apiserver(5), "")
+        # Without jackstay kubelet starts with what nodeadm has written.
+        self.node.power_off()
+        (node.WANTS / "jackstay.service").unlink()
+        self.node.boot()
+        self.require_server(f"https://{LOAD_BALANCER}:6443")
+        self.assertEqual(self.node.wait_for_apiserver(5), "")
+
     def test_load_balancer_address(self):
         self.install_jackstay()
         self.interrupt_recipe(f"{DISTRIBUTIONS}/cloud-load-balancers.md", "address")

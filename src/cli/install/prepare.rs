@@ -15,6 +15,7 @@ use crate::doctor::host;
 use crate::doctor::observations::ListenState;
 use crate::doctor::target::{ExaminationPlan, PlannedListener};
 use crate::doctor::{examine, findings, report};
+use crate::install::host as install_host;
 use crate::install::kubelet::{self, Kubelet};
 use crate::install::service::{
     CONFIG, PROGRAM, RENEWAL_TIMER, RENEWAL_UNIT, STATE, Service, ServiceForm, ServiceRequest,
@@ -64,6 +65,7 @@ impl Preparation {
     /// Why nothing can be installed.
     pub(super) fn new(args: &InstallArgs) -> Result<Self, Failure> {
         let kubelet = kubelet::find(Path::new("/proc"), &Systemd)?;
+        install_host::check_kubeconfig_stays(&kubelet.kubeconfig)?;
         refuse_control_plane(args)?;
         let setup = NodeSetup {
             kubeconfig: kubelet.kubeconfig.clone(),
@@ -80,7 +82,11 @@ impl Preparation {
         let draft = Draft::new(&kubeconfig_args, &files)?;
         refuse_own_node(&draft)?;
         refuse_existing_config(args, &draft)?;
-        let program = program()?;
+        let mut program = program()?;
+        match &mut program {
+            Some(file) => file.path = install_host::program_path()?,
+            None => install_host::check_selinux_type(&current_program()?)?,
+        }
         let path = program.as_ref().map_or_else(current_program, |file| Ok(file.path.clone()))?;
         let service = plan_service(args, &kubelet, &draft, &path)?;
         refuse_ports(args.listen)?;

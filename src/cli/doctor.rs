@@ -25,11 +25,15 @@ use crate::doctor::target::{
     TargetError, Trust, root_of_context, root_of_url,
 };
 use crate::doctor::{examine, findings, report};
+use crate::install::kubelet;
 use crate::kubeconfig::{
     KubeconfigError, KubeconfigFiles, KubeconfigPaths, ResolveError, ResolvedContext, ServerUrl,
     ServerUrlError,
 };
 use crate::observe::quantity;
+
+/// The directory of static pods of kubeadm.
+const STATIC_PODS: &str = "/etc/kubernetes/manifests";
 
 const HELP: &str = "\
 Without --config and --endpoint the cluster of the kubeconfig is examined.
@@ -103,6 +107,7 @@ pub(super) fn run(args: &DoctorArgs) -> ExitCode {
             return ExitCode::from(EXIT_USAGE);
         }
     };
+    plan.static_pods = Some(static_pods());
     let format = args.output.format;
     if format == OutputFormat::Text {
         let (seconds, more) = (args.duration.as_secs(), examine::OVERTIME.as_secs());
@@ -123,6 +128,12 @@ pub(super) fn run(args: &DoctorArgs) -> ExitCode {
     let value = report::json(&observations, &findings, &notes);
     format.print(&value, || report::text(&observations, &findings, &notes));
     if findings::has_problems(&findings) { ExitCode::FAILURE } else { ExitCode::SUCCESS }
+}
+
+/// The directory of kubelet's static pods; that of kubeadm if no kubelet runs.
+fn static_pods() -> PathBuf {
+    let kubelet = kubelet::find(Path::new("/proc")).ok();
+    kubelet.and_then(|kubelet| kubelet.static_pods).unwrap_or_else(|| STATIC_PODS.into())
 }
 
 /// Why nothing can be examined.

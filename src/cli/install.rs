@@ -7,7 +7,9 @@ mod args;
 mod execute;
 mod node;
 mod prepare;
+mod progress;
 mod uninstall;
+mod upgrade;
 
 use std::path::Path;
 use std::process::ExitCode;
@@ -16,10 +18,12 @@ use std::time::{Duration, Instant};
 pub(super) use self::args::{InstallArgs, UninstallArgs};
 use self::execute::Installation;
 use self::prepare::Preparation;
-use self::uninstall::{report, undo_now};
+use self::progress::{Outcome, Progress};
+use self::uninstall::undo_now;
+use self::upgrade::{install_again, recover_upgrade};
 use super::kubeconfig::Failure;
 use super::options::EXIT_USAGE;
-use crate::install::journal::{DIRECTORY, Journal, JournalError, LOCK, Lock, Phase, Store, lock};
+use crate::install::journal::{DIRECTORY, JournalError, LOCK, Lock, Phase, Store, lock};
 
 /// How long a process waits for another one that changes the node, such as the guard of an interrupted installation.
 const LOCK_LIMIT: Duration = Duration::from_secs(120);
@@ -28,32 +32,29 @@ const LOCK_POLL: Duration = Duration::from_millis(200);
 
 /// Runs `jackstay install`.
 pub(super) fn run(args: &InstallArgs) -> ExitCode {
-    if args.recover {
-        return exit(recover());
-    }
-    exit(install(args))
+    let mut progress = Progress::new(args.output.format);
+    let result = if args.recover { recover(&mut progress) } else { install(args, &mut progress) };
+    exit(result, progress)
 }
 
 /// Runs `jackstay uninstall`.
 pub(super) fn run_uninstall(args: &UninstallArgs) -> ExitCode {
-    exit(uninstall(args))
+    let mut progress = Progress::new(args.output.format);
+    let result = uninstall(args, &mut progress);
+    exit(result, progress)
 }
 
-fn exit(result: Result<(), Failure>) -> ExitCode {
-    match result {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(Failure::Input(error)) => {
-            eprintln!("{error}");
-            ExitCode::from(EXIT_USAGE)
-        }
-        Err(Failure::Write(error)) => {
-            eprintln!("{error}");
-            ExitCode::FAILURE
-        }
-    }
+fn exit(result: Result<(), Failure>, progress: Progress) -> ExitCode {
+    let (error, code) = match result {
+        Ok(()) => (None, ExitCode::SUCCESS),
+        Err(Failure::Input(error)) => (Some(error), ExitCode::from(EXIT_USAGE)),
+        Err(Failure::Write(error)) => (Some(error), ExitCode::FAILURE),
+    };
+    progress.finish(error.as_deref());
+    code
 }
 
-fn install(args: &InstallArgs) -> Result<(), Failure> {
+fn install(args: &InstallArgs, progress: &mut Progress) -> Result<(), Failure> {
     require_root("install")?;
     let store = Store::new(DIRECTORY);
     let _lock = lock_node()?;
@@ -63,55 +64,47 @@ fn install(args: &InstallArgs) -> Result<(), Failure> {
                 let why = "an interrupted installation is undone first: run `jackstay uninstall`";
                 return Err(Failure::input(why));
             }
-            println!("an earlier installation was interrupted: undoing it");
-            report(&undo_now(&store, &journal)?);
+            progress.line("an earlier installation was interrupted: undoing it");
+            progress.undone(&undo_now(&store, &journal)?);
         }
-        Some(journal) => return already_installed(args, &journal),
+        Some(mut journal) => {
+            if journal.upgrade.is_some() {
+                if args.dry_run {
+                    let why = "an interrupted upgrade is completed or undone first: run `jackstay install` without --dry-run";
+                    return Err(Failure::input(why));
+                }
+                recover_upgrade(&store, &mut journal, progress)?;
+            }
+            return install_again(args, &store, &mut journal, progress);
+        }
         None => {}
     }
-    let preparation = Preparation::new(args)?;
+    let preparation = Preparation::new(args, progress)?;
     let installation = Installation::new(args, &preparation);
     if args.dry_run {
-        print!("{}", installation.describe());
+        installation.describe(progress);
+        progress.outcome(Outcome::Planned);
         return Ok(());
     }
-    installation.carry_out(&store)
+    installation.carry_out(&store, progress)
 }
 
-/// A repeated installation with the same arguments changes nothing.
-fn already_installed(args: &InstallArgs, journal: &Journal) -> Result<(), Failure> {
-    let kubeconfig = journal.kubeconfig.path.display();
-    let points_at_jackstay = std::fs::read_to_string(&journal.kubeconfig.path)
-        .is_ok_and(|text| text.contains(&format!("https://{}", journal.listen)));
-    if !points_at_jackstay {
-        return Err(Failure::Input(format!(
-            "jackstay is installed on node {}, but {kubeconfig} no longer points at it: run `jackstay uninstall`, then \
-             install again",
-            journal.node
-        )));
-    }
-    if journal.request == args.request_text() {
-        println!("jackstay is installed on node {} already", journal.node);
-        return Ok(());
-    }
-    Err(Failure::Input(format!(
-        "jackstay is installed on node {} with other arguments ({}): run `jackstay uninstall` first",
-        journal.node, journal.request
-    )))
-}
-
-fn uninstall(args: &UninstallArgs) -> Result<(), Failure> {
+fn uninstall(args: &UninstallArgs, progress: &mut Progress) -> Result<(), Failure> {
     require_root("uninstall")?;
     let store = Store::new(DIRECTORY);
     let _lock = lock_node()?;
     let Some(mut journal) = store.read()? else {
         // What an installation saved that ended before it had a journal.
         store.remove()?;
-        println!("jackstay is not installed by `jackstay install` on this node: nothing to do");
+        progress.outcome(Outcome::NotInstalled);
+        progress
+            .line("jackstay is not installed by `jackstay install` on this node: nothing to do");
         return Ok(());
     };
+    progress.node(&journal.node);
     if args.dry_run {
-        print!("{}", uninstall::describe_undo(&journal));
+        uninstall::describe_undo(&journal, progress);
+        progress.outcome(Outcome::Planned);
         return Ok(());
     }
     if journal.phase == Phase::Installed {
@@ -119,21 +112,26 @@ fn uninstall(args: &UninstallArgs) -> Result<(), Failure> {
     }
     let undone = undo_now(&store, &journal)?;
     uninstall::remove_guard();
-    report(&undone);
-    println!("jackstay is removed from node {}", journal.node);
+    progress.undone(&undone);
+    progress.outcome(Outcome::Removed);
+    progress.line(&format!("jackstay is removed from node {}", journal.node));
     Ok(())
 }
 
-/// Undoes an interrupted installation; the guard and the recovery unit run this.
-fn recover() -> Result<(), Failure> {
+/// Undoes an interrupted installation or upgrade; the guard and the recovery unit run this.
+fn recover(progress: &mut Progress) -> Result<(), Failure> {
     let _lock = lock(Path::new(LOCK), true)?;
     let store = Store::new(DIRECTORY);
-    if let Some(journal) = store.read()?.filter(|journal| journal.phase != Phase::Installed) {
-        eprintln!("jackstay install was interrupted: undoing it");
-        report(&undo_now(&store, &journal)?);
-        uninstall::remove_guard();
+    match store.read()? {
+        Some(journal) if journal.phase != Phase::Installed => {
+            eprintln!("jackstay install was interrupted: undoing it");
+            progress.undone(&undo_now(&store, &journal)?);
+            uninstall::remove_guard();
+            Ok(())
+        }
+        Some(mut journal) => recover_upgrade(&store, &mut journal, progress),
+        None => Ok(()),
     }
-    Ok(())
 }
 
 fn require_root(command: &str) -> Result<(), Failure> {

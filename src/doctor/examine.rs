@@ -17,6 +17,7 @@ use tokio::time::{sleep_until, timeout, timeout_at};
 use super::dns::Resolver;
 use super::host;
 use super::host_routing::compare;
+use super::image::{self, InstalledTools};
 use super::long_lived;
 use super::observations::{
     ClientCertificate, EndpointObservation, Failure, FailureKind, HostRouting, Observations,
@@ -51,7 +52,10 @@ pub fn run(
 }
 
 async fn examine(plan: ExaminationPlan, resolver: Resolver, duration: Duration) -> Observations {
-    let host = host::check(&plan.listeners, &plan.running, plan.wanted_connections);
+    let mut host = host::check(&plan.listeners, &plan.running, plan.wanted_connections);
+    if let Some(directory) = &plan.static_pods {
+        host.images = image::check(directory, &InstalledTools);
+    }
     let resolver = Mutex::new(resolver);
     let mut targets = Vec::new();
     for target in plan.targets {

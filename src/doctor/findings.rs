@@ -25,6 +25,7 @@ pub fn diagnose(observations: &Observations) -> Vec<Finding> {
     let mut found = Vec::new();
     machine::configuration(observations, &mut found);
     machine::listen(observations, &mut found);
+    machine::images(observations, &mut found);
     machine::name_servers(observations, &mut found);
     found.extend(machine::clocks(observations));
     certificates::server(observations, &mut found);

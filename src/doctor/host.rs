@@ -35,6 +35,7 @@ pub fn check(
         ipv6: is_local(Ipv6Addr::LOCALHOST.into()),
         open_files: getrlimit(Resource::Nofile).current,
         wanted_connections,
+        images: Vec::new(),
     }
 }
 

@@ -4,12 +4,13 @@
 //!
 //! ```text
 //! target ──> examine ──> observations ──> findings ──> report
-//!               └ host, dns, probe, long_lived, members
+//!               └ host, image, dns, probe, long_lived, members
 //! ```
 //!
 //! 1. [`target`] makes an [`ExaminationPlan`](target::ExaminationPlan) from a configuration, a
 //!    kubeconfig or addresses.
-//! 2. [`examine`] executes the plan. [`host`] checks this machine and [`dns`] checks each name server.
+//! 2. [`examine`] executes the plan. [`host`] checks this machine and [`dns`] checks each name server;
+//!    [`image`] asks the container runtime for the image of a static pod.
 //!    [`probe`] opens connections and measures each step; [`long_lived`] checks connections that stay
 //!    open. [`members`] requests the addresses of the apiservers from the cluster.
 //!    [`host_routing`] compares the responses to different hosts.
@@ -36,6 +37,7 @@ pub mod findings;
 #[cfg(feature = "doctor")]
 pub mod host;
 pub mod host_routing;
+pub mod image;
 #[cfg(feature = "doctor")]
 pub mod long_lived;
 pub mod members;

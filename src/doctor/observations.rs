@@ -8,6 +8,8 @@ use std::time::Duration;
 use jackstay_core::kubernetes_version::ServerVersion;
 use serde::{Serialize, Serializer};
 
+use super::image::PodImage;
+
 /// A duration in milliseconds with a resolution of 1 µs.
 #[derive(Debug, Clone, Copy, PartialEq, PartialOrd, Serialize)]
 #[serde(transparent)]
@@ -43,6 +45,8 @@ pub struct Host {
     pub open_files: Option<u64>,
     /// Client connections that the configuration allows.
     pub wanted_connections: u64,
+    /// The images of static pods of jackstay that kubelet does not pull.
+    pub images: Vec<PodImage>,
 }
 
 /// An address where jackstay is to listen.

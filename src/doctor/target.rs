@@ -131,6 +131,8 @@ pub struct ExaminationPlan {
     pub running: Vec<SocketAddr>,
     /// Connections that the configuration allows (`limits.max_connections` of all listeners).
     pub wanted_connections: u64,
+    /// The directory of kubelet's static pods, if the images of those of jackstay are to be checked.
+    pub static_pods: Option<PathBuf>,
     /// Errors of the configuration. If there are any, the plan has no endpoint of it.
     pub configuration_errors: Vec<String>,
     /// Credentials and CAs that are not used, and why.

@@ -73,6 +73,7 @@ pub struct FileRecord {
 
 /// A unit that the change enables and starts.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(from = "StoredUnit")]
 pub struct UnitRecord {
     /// Its name.
     pub name: String,
@@ -80,10 +81,43 @@ pub struct UnitRecord {
     pub was_enabled: bool,
 }
 
+/// A unit in a journal: the first journals have names alone.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum StoredUnit {
+    Name(String),
+    Record { name: String, was_enabled: bool },
+}
+
+impl From<StoredUnit> for UnitRecord {
+    fn from(unit: StoredUnit) -> Self {
+        match unit {
+            StoredUnit::Name(name) => Self { name, was_enabled: false },
+            StoredUnit::Record { name, was_enabled } => Self { name, was_enabled },
+        }
+    }
+}
+
+/// A change of a complete installation to another version, until it is complete or undone.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Upgrade {
+    /// See [`Journal::request`]; of the installation after the change.
+    pub request: String,
+    /// The SHA-256 of the new program, in hexadecimal.
+    pub program: String,
+    /// The files with their content before the change, in the order in which they are written.
+    pub files: Vec<FileRecord>,
+}
+
 impl FileRecord {
     /// Whether this is the manifest of a static pod.
     pub fn is_manifest(&self) -> bool {
         self.path.file_name().is_some_and(|name| name == "jackstay.yaml") && !self.keep_if_changed
+    }
+
+    /// Whether this file of an upgrade is the manifest of the installation.
+    pub fn is_manifest_at(&self, journal: &Journal) -> bool {
+        journal.manifest().is_some_and(|manifest| manifest.path == self.path)
     }
 }
 
@@ -111,10 +145,37 @@ pub struct Journal {
     pub units: Vec<UnitRecord>,
     /// The admin endpoint of jackstay: when nothing listens there, jackstay has ended.
     pub admin: SocketAddr,
-    /// The address of jackstay in the kubeconfig.
+    /// The address of jackstay in the kubeconfig. The first journals do not have it.
+    #[serde(default = "first_listen")]
     pub listen: SocketAddr,
-    /// The path of the program, with which an interruption is continued.
+    /// The path of the program, with which an interruption is continued. The first journals do not have it.
+    #[serde(default = "first_program")]
     pub program: PathBuf,
+    /// A change to another version that has begun.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub upgrade: Option<Upgrade>,
+}
+
+/// The default of `--listen` when journals did not record it.
+fn first_listen() -> SocketAddr {
+    SocketAddr::from(([127, 0, 0, 1], 7443))
+}
+
+/// The only path at which the first version installed its program.
+fn first_program() -> PathBuf {
+    "/usr/local/bin/jackstay".into()
+}
+
+impl Journal {
+    /// The manifest of the static pod, if jackstay runs as one.
+    pub fn manifest(&self) -> Option<&FileRecord> {
+        self.files.iter().find(|file| file.is_manifest())
+    }
+
+    /// The record of a file.
+    pub fn file(&self, path: &Path) -> Option<&FileRecord> {
+        self.files.iter().find(|file| file.path == path)
+    }
 }
 
 /// A file to write.
@@ -274,10 +335,10 @@ impl Store {
             request: draft.request.to_owned(),
             node: draft.node.to_owned(),
             kubelet_unit: draft.kubelet_unit.to_owned(),
-            kubeconfig: self.record(0, kubeconfig)?,
+            kubeconfig: self.record("original-0".to_owned(), kubeconfig)?,
             files: (1..)
                 .zip(new_files)
-                .map(|(index, file)| self.record(index, *file))
+                .map(|(index, file)| self.record(format!("original-{index}"), *file))
                 .collect::<Result<_, _>>()?,
             directories,
             state_directories: {
@@ -288,19 +349,91 @@ impl Store {
             admin: draft.admin,
             listen: draft.listen,
             program: draft.program.to_owned(),
+            upgrade: None,
         };
         self.write(&journal)?;
         Ok(journal)
     }
 
+    /// Saves the content of the files that a change to another version replaces, and writes the journal.
+    ///
+    /// # Errors
+    /// A file cannot be read or saved. Nothing has changed then.
+    pub fn begin_upgrade(
+        &self,
+        journal: &mut Journal,
+        (request, program): (&str, &str),
+        new_files: &[NewContent<'_>],
+    ) -> Result<(), JournalError> {
+        let name = |index: usize| format!("previous-{index}");
+        let records = new_files.iter().enumerate();
+        let files = records.map(|(index, file)| self.record(name(index), *file));
+        let files: Result<Vec<_>, JournalError> = files.collect();
+        let begun = files.and_then(|files| {
+            let (request, program) = (request.to_owned(), program.to_owned());
+            let upgrade = Some(Upgrade { request, program, files });
+            let begun = Journal { upgrade, ..journal.clone() };
+            self.write(&begun).map(|()| begun)
+        });
+        if begun.is_err() {
+            // On a full disk, what was saved so far must not stay.
+            for index in 0..new_files.len() {
+                let _ = fs::remove_file(self.directory.join(name(index)));
+            }
+        }
+        *journal = begun?;
+        Ok(())
+    }
+
+    /// Makes the files of a change to another version those of the installation.
+    ///
+    /// # Errors
+    /// The journal cannot be written; the change is incomplete then.
+    pub fn commit_upgrade(&self, journal: &mut Journal) -> Result<(), JournalError> {
+        let mut done = journal.clone();
+        let Some(upgrade) = done.upgrade.take() else { return Ok(()) };
+        done.request = upgrade.request;
+        for new in &upgrade.files {
+            match done.files.iter_mut().find(|file| file.path == new.path) {
+                Some(file) => file.digest.clone_from(&new.digest),
+                None => done.files.push(FileRecord { original: None, ..new.clone() }),
+            }
+        }
+        self.end_upgrade(done, &upgrade.files, journal)
+    }
+
+    /// Forgets a change to another version whose files were restored.
+    ///
+    /// # Errors
+    /// The journal cannot be written.
+    pub fn forget_upgrade(&self, journal: &mut Journal) -> Result<(), JournalError> {
+        let mut done = journal.clone();
+        let Some(upgrade) = done.upgrade.take() else { return Ok(()) };
+        self.end_upgrade(done, &upgrade.files, journal)
+    }
+
+    fn end_upgrade(
+        &self,
+        done: Journal,
+        files: &[FileRecord],
+        journal: &mut Journal,
+    ) -> Result<(), JournalError> {
+        self.write(&done)?;
+        *journal = done;
+        for original in files.iter().filter_map(|file| file.original.as_ref()) {
+            // A saved file that stays needs space and does no harm; `remove` removes it.
+            let _ = fs::remove_file(self.directory.join(&original.backup));
+        }
+        Ok(())
+    }
+
     /// Saves the old content of a file.
-    fn record(&self, index: usize, file: NewContent<'_>) -> Result<FileRecord, JournalError> {
+    fn record(&self, backup: String, file: NewContent<'_>) -> Result<FileRecord, JournalError> {
         let original = match content(file.path)? {
             None => None,
             Some(old) => {
                 let fail = |error| JournalError::Io(file.path.to_owned(), error);
                 let metadata = fs::metadata(file.path).map_err(fail)?;
-                let backup = format!("original-{index}");
                 self.save(&backup, &old)?;
                 let (uid, gid) = (metadata.uid(), metadata.gid());
                 Some(Original { backup, mode: metadata.mode() & 0o7777, uid, gid })
@@ -400,6 +533,32 @@ mod tests {
         assert!(matches!(lock(&path, false), Err(JournalError::Locked)));
         drop(first);
         lock(&path, true).unwrap();
+    }
+
+    /// The format of the first version, whose journals had no `listen` and `program`, and units without `was_enabled`.
+    #[test]
+    fn read_takes_the_journal_of_the_first_version() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Store::new(dir.path());
+        let file = r#"{"path": "/k", "digest": "00", "original": null, "keep_if_changed": false}"#;
+        let text = format!(
+            r#"{{"version": 1, "phase": "installed", "request": "--mode terminate", "node": "n",
+                "kubelet_unit": "kubelet.service", "kubeconfig": {file}, "files": [{file}], "directories": [],
+                "state_directories": ["/var/lib/jackstay"], "units": ["jackstay.service"],
+                "admin": "127.0.0.1:9643"}}"#
+        );
+        fs::write(dir.path().join("journal.json"), text).unwrap();
+        let journal = store.read().unwrap().unwrap();
+        assert_eq!(
+            journal.units,
+            [UnitRecord { name: "jackstay.service".into(), was_enabled: false }]
+        );
+        assert_eq!(journal.listen.to_string(), "127.0.0.1:7443");
+        assert_eq!(journal.program, Path::new("/usr/local/bin/jackstay"));
+        assert_eq!(journal.upgrade, None);
+        // What is written is in the format of this version.
+        store.write(&journal).unwrap();
+        assert_eq!(store.read().unwrap().unwrap(), journal);
     }
 
     #[test]

@@ -14,6 +14,7 @@
 //! * [`steps`] is the order of the changes, as data: `--dry-run` prints it.
 //! * [`transaction`] writes and restores files. [`undo`] restores the node: first kubelet gets a kubeconfig
 //!   that works without jackstay, then jackstay stops.
+//! * [`upgrade`] changes a complete installation to the version of this program, or to the one of before after an error.
 //!
 //! An interrupted change is undone by the first of these: the guard, which waits until the installing process ends; the
 //! recovery unit, which runs at boot before kubelet; the next `jackstay install` or `jackstay uninstall`.
@@ -26,3 +27,4 @@ pub mod steps;
 pub mod systemd;
 pub mod transaction;
 pub mod undo;
+pub mod upgrade;

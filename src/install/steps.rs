@@ -14,6 +14,8 @@ pub enum Step<'a> {
     Write(&'a OutputFile),
     /// Removes a file that an earlier step has written.
     Remove(&'static Path),
+    /// Has the container runtime keep the image of the static pod. A runtime that cannot is no error.
+    Pin(&'a str),
     /// Runs `systemctl` with these arguments.
     Systemctl(Vec<&'a str>),
     /// Stores in the journal how far the installation is.
@@ -33,6 +35,9 @@ impl fmt::Display for Step<'_> {
                 write!(f, "write {} ({:04o}): {}", file.path.display(), file.mode, file.description)
             }
             Self::Remove(path) => write!(f, "remove {}", path.display()),
+            Self::Pin(image) => {
+                write!(f, "pin the image {image}, so that kubelet does not delete it")
+            }
             Self::Systemctl(arguments) => write!(f, "systemctl {}", arguments.join(" ")),
             Self::Enter(phase) => write!(f, "journal: {phase}"),
             Self::AwaitJackstay => f.write_str("wait until jackstay serves"),
@@ -52,6 +57,8 @@ pub struct StepInput<'a> {
     pub guard: &'a OutputFile,
     /// Configuration, certificates, units or manifest.
     pub files: Vec<&'a OutputFile>,
+    /// The image of the static pod.
+    pub image: Option<&'a str>,
     /// The units to start.
     pub units: &'a [UnitRecord],
     /// The kubeconfig of kubelet.
@@ -70,6 +77,7 @@ pub fn steps<'a>(input: &StepInput<'a>) -> Vec<Step<'a>> {
     // `enable` reloads the units.
     steps.push(Step::Systemctl(vec!["enable", RECOVERY_UNIT]));
     steps.push(Step::Systemctl(vec!["start", GUARD_UNIT]));
+    steps.extend(input.image.map(Step::Pin));
     steps.extend(input.files.iter().map(|file| Step::Write(file)));
     steps.push(Step::Systemctl(vec!["daemon-reload"]));
     steps.extend(
@@ -117,6 +125,7 @@ mod tests {
             recovery: &recovery,
             guard: &guard,
             files: vec![&config],
+            image: Some("i"),
             units: &[UnitRecord { name: "jackstay.service".to_owned(), was_enabled: false }],
             kubeconfig: &kubeconfig,
             kubelet_unit: "kubelet.service",
@@ -129,6 +138,7 @@ mod tests {
             "write /etc/systemd/system/jackstay-recovery.service",
             "systemctl enable jackstay-recovery.service",
             "systemctl start jackstay-install-guard.service",
+            "pin the image i",
             "write /c",
             "systemctl enable --now jackstay.service",
             "wait until jackstay serves",

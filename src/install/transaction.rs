@@ -62,6 +62,18 @@ pub fn restore(store: &Store, file: &FileRecord) -> Result<Restored, JournalErro
     }
 }
 
+/// Restores the files that a change to another version has written, the last first. Repeating it has no effect.
+///
+/// # Errors
+/// What the file system returns.
+pub fn restore_previous(store: &Store, journal: &Journal) -> Result<(), JournalError> {
+    let files = journal.upgrade.iter().flat_map(|upgrade| upgrade.files.iter().rev());
+    for file in files {
+        restore(store, file)?;
+    }
+    Ok(())
+}
+
 /// Writes the old content of a file with its permissions and owner.
 ///
 /// # Errors
@@ -72,14 +84,19 @@ pub fn put_back(store: &Store, file: &FileRecord) -> Result<Restored, JournalErr
     Ok(Restored::AsBefore)
 }
 
-/// Writes a file with the permissions and the owner that it had.
+/// Writes a file with the permissions and the owner that it had. A file with this content is not written, so that an undo
+/// on a full disk needs space only for what has changed.
 ///
 /// # Errors
 /// What the file system returns.
 pub fn write_like(path: &Path, bytes: &[u8], original: &Original) -> Result<(), JournalError> {
     let fail = |error| JournalError::Io(path.to_owned(), error);
-    create_parent(path)?;
-    files::stage_update(path, bytes, original.mode).and_then(StagedFile::commit).map_err(fail)?;
+    if content(path)?.is_none_or(|now| now != bytes) {
+        create_parent(path)?;
+        files::stage_update(path, bytes, original.mode)
+            .and_then(StagedFile::commit)
+            .map_err(fail)?;
+    }
     std::os::unix::fs::chown(path, Some(original.uid), Some(original.gid)).map_err(fail)?;
     // The mode of a new file is reduced by the umask.
     let mode = std::os::unix::fs::PermissionsExt::from_mode(original.mode);
@@ -113,4 +130,36 @@ pub fn remove_directories(journal: &Journal) -> Result<(), JournalError> {
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::MetadataExt;
+
+    use super::*;
+
+    #[test]
+    fn write_like_replaces_only_another_content() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("f");
+        fs::write(&path, "same").unwrap();
+        let metadata = fs::metadata(&path).unwrap();
+        let original = Original {
+            backup: String::new(),
+            mode: 0o640,
+            uid: metadata.uid(),
+            gid: metadata.gid(),
+        };
+        let inode = |path: &Path| fs::metadata(path).unwrap().ino();
+        let (before, mode) =
+            (inode(&path), |path: &Path| fs::metadata(path).unwrap().mode() & 0o777);
+        write_like(&path, b"same", &original).unwrap();
+        assert_eq!((inode(&path), mode(&path)), (before, 0o640));
+        write_like(&path, b"another", &original).unwrap();
+        assert_eq!(
+            (fs::read(&path).unwrap().as_slice(), mode(&path)),
+            (b"another".as_slice(), 0o640)
+        );
+        assert_ne!(inode(&path), before);
+    }
 }

@@ -16,7 +16,9 @@ use serde_json::Value;
 use super::journal::{FileRecord, Journal, JournalError, Phase, Store, content, digest_of};
 use super::service::{RECOVERY_UNIT, RECOVERY_UNIT_FILE, RENEWAL_TIMER, RENEWAL_UNIT};
 use super::systemd::{CommandError, ServiceManager, property};
-use super::transaction::{Restored, put_back, remove_directories, restore, write, write_like};
+use super::transaction::{
+    Restored, put_back, remove_directories, restore, restore_previous, write, write_like,
+};
 use crate::kubeconfig::rewrite::revert;
 use crate::kubeconfig::{KubeconfigFile, ServerUrl, kubeconfig_yaml, recorded_original};
 
@@ -87,6 +89,10 @@ pub fn undo(
 ) -> Result<Undone, UndoError> {
     let mut journal = journal.clone();
     store.reopen(&mut journal)?;
+    if journal.upgrade.is_some() {
+        restore_previous(store, &journal)?;
+        store.forget_upgrade(&mut journal)?;
+    }
     let journal = &journal;
     let mut undone = Undone::default();
     // A renewal that runs would write the new kubeconfig again.

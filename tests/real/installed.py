@@ -130,7 +130,7 @@ class NodeWithSystemd(RealNode):
         return int(child)
 
     def argv(self, *argv):
-        return ["nsenter", "--target", str(self.init), "--all", "env", f"SYSTEMD_UNIT_PATH=/etc/systemd/system:/run/systemd/system:/usr/lib/systemd/system:{self.targets}",
+        return ["nsenter", "--target", str(self.init), "--all", "env", f"CONTAINERD_ADDRESS={CONTAINERD_SOCKET}", f"SYSTEMD_UNIT_PATH=/etc/systemd/system:/run/systemd/system:/usr/lib/systemd/system:{self.targets}",
                 *map(str, argv)]
 
     def inside(self, *argv, **options):

@@ -12,7 +12,7 @@ import kubernetes
 import matrix
 import rig as rig_module
 
-MODULES = ["test_direct", "test_jackstay", "test_l4", "test_deploy", "test_install", "test_chart", "test_setup", "test_discovery",
+MODULES = ["test_direct", "test_jackstay", "test_l4", "test_deploy", "test_install", "test_image", "test_chart", "test_setup", "test_discovery",
            "test_outage", "test_line",
             "test_custom", "test_versions", "test_lag", "test_starting", "test_watch_cache", "test_restored_etcd", "test_overload",
             "test_etcd_requests", "test_events", "test_settings", "test_cbor",

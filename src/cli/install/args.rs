@@ -5,18 +5,23 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 
-use crate::cli::options::{DurationFlagError, parse_flag_duration};
+use crate::cli::options::{DurationFlagError, OutputArgs, parse_flag_duration};
 use crate::install::service::ServiceForm;
 use crate::kubeconfig::setup::SetupMode;
 
 const INSTALL_HELP: &str = "\
-Exit codes: 0 the node is Ready through jackstay, 1 the installation failed
-and was undone, 2 bad usage or an input that cannot be used; nothing changed.
+On a node that has jackstay, the version of this program replaces the other
+one, without a gap if it runs as a unit.
+
+Exit codes: 0 the node is Ready through jackstay in this version, 1 the
+installation or the upgrade failed and was undone, 2 bad usage or an input
+that cannot be used; nothing changed.
 
 Examples:
   jackstay install --dry-run
   jackstay install --endpoint 10.0.0.12:6443 --endpoint 10.0.0.13:6443
-  jackstay install --as static-pod --image localhost/jackstay:0.1.0";
+  jackstay install --as static-pod --image localhost/jackstay:0.1.0
+  jackstay install --dry-run -o json";
 
 const UNINSTALL_HELP: &str = "\
 Exit codes: 0 removed, or not installed, 1 a step failed, 2 bad usage.
@@ -63,6 +68,8 @@ pub(in crate::cli) struct InstallArgs {
     /// Undo an installation that was interrupted, after the process that carries it out has ended.
     #[arg(long, hide = true)]
     pub(super) recover: bool,
+    #[command(flatten)]
+    pub(super) output: OutputArgs,
 }
 
 /// Arguments of `jackstay uninstall`.
@@ -72,6 +79,8 @@ pub(in crate::cli) struct UninstallArgs {
     /// Print what would be restored, and change nothing.
     #[arg(long)]
     pub(super) dry_run: bool,
+    #[command(flatten)]
+    pub(super) output: OutputArgs,
 }
 
 fn parse_limit(text: &str) -> Result<Duration, DurationFlagError> {

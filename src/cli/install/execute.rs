@@ -1,18 +1,17 @@
 //! Carries out the steps of an installation, prints them, and undoes them after an error.
 
-use std::fmt::Write as _;
 use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant, SystemTime};
 
-use jackstay_sys::files::PRIVATE;
-
 use super::args::InstallArgs;
 use super::prepare::Preparation;
-use super::uninstall::{remove_guard, report};
+use super::progress::{Outcome, Progress};
+use super::uninstall::remove_guard;
 use crate::cli::admin_client::{DEFAULT_ADMIN, explain_no_status, fetch_status};
 use crate::cli::kubeconfig::Failure;
 use crate::cli::status::serving::unready_reason_for_new_clients;
+use crate::doctor::image::{InstalledTools, pin};
 use crate::install::journal::{Journal, JournalDraft, NewContent, Phase, Store};
 use crate::install::service::{GUARD_UNIT_FILE, STATE, ServiceForm, UNITS};
 use crate::install::steps::{Step, StepInput, steps, written};
@@ -22,7 +21,7 @@ use crate::install::undo::undo;
 use crate::kubeconfig::setup::OutputFile;
 
 /// Interval at which the state of jackstay and of the node is read.
-const POLL: Duration = Duration::from_millis(500);
+pub(super) const POLL: Duration = Duration::from_millis(500);
 /// How long a unit may take until it serves.
 const UNIT_LIMIT: Duration = Duration::from_secs(30);
 /// How long kubelet may take to start the static pod.
@@ -43,6 +42,7 @@ impl<'a> Installation<'a> {
             recovery: &prepared.recovery,
             guard: &prepared.guard,
             files,
+            image: (args.form == ServiceForm::StaticPod).then_some(args.image.as_str()),
             units: &prepared.service.units,
             kubeconfig: &prepared.draft.kubeconfig,
             kubelet_unit: &prepared.kubelet.unit,
@@ -50,56 +50,54 @@ impl<'a> Installation<'a> {
         Self { args, prepared, steps }
     }
 
-    /// The notes, and every file and command.
-    pub(super) fn describe(&self) -> String {
-        let mut text = self.notes();
+    /// Prints the notes, and every file and command.
+    pub(super) fn describe(&self, progress: &mut Progress) {
+        self.announce(progress);
         for step in &self.steps {
-            let _ = writeln!(text, "{step}");
-            if let Step::Write(file) = step {
-                text.push_str(&shown_content(file));
-            }
-            if let Step::Switch(_) = step {
-                for change in &self.prepared.draft.changes {
-                    let _ = writeln!(text, "    {change}");
-                }
-            }
+            let changes = match step {
+                Step::Switch(_) => self.prepared.draft.changes.as_slice(),
+                _ => &[],
+            };
+            let changes: Vec<String> = changes.iter().map(ToString::to_string).collect();
+            progress.planned(step, &changes);
         }
-        text
     }
 
-    fn notes(&self) -> String {
+    fn announce(&self, progress: &mut Progress) {
         let draft = &self.prepared.draft;
-        let warnings = draft.warnings.iter().map(|warning| format!("warning: {warning}\n"));
-        let notes = draft.notes.iter().map(|note| format!("note: {note}\n"));
-        warnings.chain(notes).collect()
+        for warning in &draft.warnings {
+            progress.warning(warning);
+        }
+        for note in &draft.notes {
+            progress.note(note);
+        }
     }
 
     /// Carries out the steps; after an error all are undone.
     ///
     /// # Errors
     /// What failed, and whether the node is as before.
-    pub(super) fn carry_out(&self, store: &Store) -> Result<(), Failure> {
+    pub(super) fn carry_out(&self, store: &Store, progress: &mut Progress) -> Result<(), Failure> {
         for path in written(&self.steps) {
             refuse_unwritable(&path)?;
         }
         refuse_unwritable(Path::new(crate::install::journal::DIRECTORY))?;
-        print!("{}", self.notes());
+        self.announce(progress);
         let mut journal = self.begin(store)?;
         for step in &self.steps {
-            if !matches!(step, Step::Enter(_)) {
-                println!("{step}");
-            }
-            match self.execute(step, store, &mut journal) {
+            progress.step(step);
+            match self.execute(step, (store, &mut journal), progress) {
                 Ok(()) => {}
                 // The node is Ready through jackstay; what this step should have removed does no harm.
-                Err(why) if journal.phase == Phase::Installed => println!("note: {why}"),
-                Err(why) => return Err(self.undo(&why, store, &journal)),
+                Err(why) if journal.phase == Phase::Installed => progress.note(&why),
+                Err(why) => return Err(self.undo(&why, store, &journal, progress)),
             }
         }
-        println!(
+        progress.outcome(Outcome::Installed);
+        progress.line(&format!(
             "node {} is Ready through jackstay; `jackstay uninstall` removes it",
             journal.node
-        );
+        ));
         Ok(())
     }
 
@@ -148,7 +146,12 @@ impl<'a> Installation<'a> {
         })
     }
 
-    fn execute(&self, step: &Step<'_>, store: &Store, journal: &mut Journal) -> Result<(), String> {
+    fn execute(
+        &self,
+        step: &Step<'_>,
+        (store, journal): (&Store, &mut Journal),
+        progress: &mut Progress,
+    ) -> Result<(), String> {
         match step {
             Step::Write(file) => {
                 write(&file.path, &file.bytes, file.mode).map_err(|error| error.to_string())
@@ -161,6 +164,12 @@ impl<'a> Installation<'a> {
             // The guard or the recovery unit may have gone already.
             Step::Remove(path) => {
                 let _ = std::fs::remove_file(path);
+                Ok(())
+            }
+            Step::Pin(image) => {
+                if let Err(why) = pin(image, &InstalledTools) {
+                    progress.warning(&why);
+                }
                 Ok(())
             }
             Step::Systemctl(arguments) => {
@@ -184,10 +193,7 @@ impl<'a> Installation<'a> {
             ServiceForm::Unit => (UNIT_LIMIT, "`journalctl -u jackstay` has its log".to_owned()),
             ServiceForm::StaticPod => (
                 POD_LIMIT,
-                format!(
-                    "the image {} must be on this node (`ctr -n k8s.io images import jackstay-image.tar`)",
-                    self.args.image
-                ),
+                format!("kubelet's log names the reason; its image is {}", self.args.image),
             ),
         };
         let reason = || match fetch_status(DEFAULT_ADMIN) {
@@ -212,7 +218,13 @@ impl<'a> Installation<'a> {
     }
 
     /// Undoes the steps after an error, and waits until the node is Ready again.
-    fn undo(&self, why: &str, store: &Store, journal: &Journal) -> Failure {
+    fn undo(
+        &self,
+        why: &str,
+        store: &Store,
+        journal: &Journal,
+        progress: &mut Progress,
+    ) -> Failure {
         eprintln!("{why}");
         eprintln!("undoing the installation");
         let since = SystemTime::now();
@@ -225,7 +237,8 @@ impl<'a> Installation<'a> {
             }
         };
         remove_guard();
-        report(&undone);
+        progress.outcome(Outcome::Undone);
+        progress.undone(&undone);
         let state = if undone.kubelet_restarted {
             match self.await_node(since) {
                 Ok(()) => "the node is Ready as before".to_owned(),
@@ -250,16 +263,6 @@ fn poll(limit: Duration, mut reason: impl FnMut() -> Option<String>) -> Result<(
             return Err(format!("{why} (after {} s)", limit.as_secs()));
         }
         thread::sleep(POLL);
-    }
-}
-
-/// The content of a text file for `--dry-run`; keys and programs are not shown.
-fn shown_content(file: &OutputFile) -> String {
-    match std::str::from_utf8(&file.bytes) {
-        Ok(text) if file.mode != PRIVATE => {
-            text.lines().map(|line| format!("    {line}").trim_end().to_owned() + "\n").collect()
-        }
-        _ => format!("    ({} bytes, not shown)\n", file.bytes.len()),
     }
 }
 

@@ -8,10 +8,12 @@ use jackstay_sys::files;
 
 use super::args::InstallArgs;
 use super::node::{Node, node_name};
+use super::progress::Progress;
 use crate::cli::admin_client::DEFAULT_ADMIN;
 use crate::cli::kubeconfig::{Draft, Failure, KubeconfigArgs, NodeSetup};
 use crate::doctor::dns::Resolver;
 use crate::doctor::host;
+use crate::doctor::image::{self, ImageState, InstalledTools};
 use crate::doctor::observations::ListenState;
 use crate::doctor::target::{ExaminationPlan, PlannedListener};
 use crate::doctor::{examine, findings, report};
@@ -63,7 +65,7 @@ impl Preparation {
     ///
     /// # Errors
     /// Why nothing can be installed.
-    pub(super) fn new(args: &InstallArgs) -> Result<Self, Failure> {
+    pub(super) fn new(args: &InstallArgs, progress: &mut Progress) -> Result<Self, Failure> {
         let kubelet = kubelet::find(Path::new("/proc"), &Systemd)?;
         install_host::check_kubeconfig_stays(&kubelet.kubeconfig)?;
         refuse_control_plane(args)?;
@@ -89,6 +91,9 @@ impl Preparation {
         }
         let path = program.as_ref().map_or_else(current_program, |file| Ok(file.path.clone()))?;
         let service = plan_service(args, &kubelet, &draft, &path)?;
+        if args.form == ServiceForm::StaticPod {
+            refuse_missing_image(args, progress)?;
+        }
         refuse_ports(args.listen)?;
         // An earlier run may have been killed in this check.
         for file in draft.files.iter().chain([&draft.kubeconfig]).filter(|_| !args.dry_run) {
@@ -100,12 +105,13 @@ impl Preparation {
             Failure::Input(format!("cannot read the state of node {:?}: {why}", node.name))
         })?;
         if !state.ready {
-            println!(
-                "note: node {} is {state}: the installation waits for its lease only",
+            progress.note(&format!(
+                "node {} is {state}: the installation waits for its lease only",
                 node.name
-            );
+            ));
         }
-        examine(args, &node)?;
+        progress.node(&node.name);
+        examine(args, &node, progress)?;
         Ok(Self {
             recovery: recovery_unit(&path, &kubelet.unit),
             guard: guard_unit(&path),
@@ -180,7 +186,7 @@ fn refuse_existing_config(args: &InstallArgs, draft: &Draft) -> Result<(), Failu
 }
 
 /// The path of the running binary, which may have been deleted.
-fn current_program() -> Result<PathBuf, Failure> {
+pub(super) fn current_program() -> Result<PathBuf, Failure> {
     std::env::current_exe()
         .map_err(|error| Failure::Input(format!("the path of this program is not known: {error}")))
 }
@@ -191,9 +197,14 @@ fn program() -> Result<Option<OutputFile>, Failure> {
     if ["/usr/", "/opt/"].iter().any(|stable| path.starts_with(stable)) {
         return Ok(None);
     }
+    this_program().map(Some)
+}
+
+/// This program, for the path at which it stays.
+pub(super) fn this_program() -> Result<OutputFile, Failure> {
     let bytes = std::fs::read("/proc/self/exe")
         .map_err(|error| Failure::Input(format!("cannot read this program: {error}")))?;
-    Ok(Some(OutputFile { path: PROGRAM.into(), bytes, mode: 0o755, description: "the program" }))
+    Ok(OutputFile { path: PROGRAM.into(), bytes, mode: 0o755, description: "the program" })
 }
 
 /// Plans units or manifest.
@@ -290,6 +301,30 @@ fn refuse_unmounted_files(draft: &Draft, static_pods: &Path) -> Result<(), Failu
     Ok(())
 }
 
+/// Fails if the image of the static pod is not on the node.
+///
+/// # Errors
+/// It is missing. A runtime that does not answer is a note.
+pub(super) fn refuse_missing_image(
+    args: &InstallArgs,
+    progress: &mut Progress,
+) -> Result<(), Failure> {
+    match image::state(&args.image, &InstalledTools) {
+        ImageState::Missing => Err(Failure::Input(format!(
+            "nothing changed: the image {} is not on this node, and its pod does not pull it: import it first \
+             (`ctr -n k8s.io images import jackstay-image.tar`), or name another one with --image",
+            args.image
+        ))),
+        ImageState::Unknown(why) => {
+            let image = &args.image;
+            progress
+                .note(&format!("whether the image {image} is on this node is not known ({why})"));
+            Ok(())
+        }
+        ImageState::Pinned | ImageState::Unpinned(_) => Ok(()),
+    }
+}
+
 /// Fails if another process listens on an address that jackstay needs.
 fn refuse_ports(listen: SocketAddr) -> Result<(), Failure> {
     let planned = |name: &str, bind| PlannedListener { name: name.into(), bind, freebind: false };
@@ -314,16 +349,16 @@ fn refuse_ports(listen: SocketAddr) -> Result<(), Failure> {
 }
 
 /// Runs the doctor against all apiservers. A problem is an error unless the user ignores it.
-fn examine(args: &InstallArgs, node: &Node) -> Result<(), Failure> {
+fn examine(args: &InstallArgs, node: &Node, progress: &Progress) -> Result<(), Failure> {
     let plan = ExaminationPlan { targets: node.targets()?, ..ExaminationPlan::default() };
-    println!("examining {} for {} s …", node.addresses(), EXAMINATION.as_secs());
+    progress.line(&format!("examining {} for {} s …", node.addresses(), EXAMINATION.as_secs()));
     let observations = examine::run(plan, Resolver::of_system(), EXAMINATION)
         .map_err(|error| Failure::Input(format!("cannot examine the apiservers: {error}")))?;
     let found = findings::diagnose(&observations);
     if !findings::has_problems(&found) {
         return Ok(());
     }
-    print!("{}", report::text(&observations, &found, &[]));
+    progress.line(report::text(&observations, &found, &[]).trim_end());
     if args.ignore_findings {
         return Ok(());
     }

@@ -1,9 +1,10 @@
 //! Undoes an installation, complete or interrupted, and reports it.
 
-use std::fmt::Write as _;
+use std::path::Path;
 
+use super::progress::Progress;
 use crate::cli::kubeconfig::Failure;
-use crate::install::journal::{Journal, Store};
+use crate::install::journal::{Journal, JournalError, Store};
 use crate::install::service::{
     GUARD_UNIT, GUARD_UNIT_FILE, RECOVERY_UNIT, guard_unit, recovery_unit,
 };
@@ -23,36 +24,29 @@ pub(super) fn undo_now(store: &Store, journal: &Journal) -> Result<Undone, Failu
     })
 }
 
-/// Prints what was done.
-pub(super) fn report(undone: &Undone) {
-    if undone.kubelet_restarted {
-        println!("kubelet uses its old kubeconfig again");
-    }
-    for path in &undone.kept {
-        println!("kept {}, which has changed since the installation", path.display());
-    }
-    for note in &undone.notes {
-        println!("note: {note}");
-    }
-}
-
-/// What `jackstay uninstall` would do.
-pub(super) fn describe_undo(journal: &Journal) -> String {
-    let mut text = String::new();
-    let _ = writeln!(text, "restore {}", journal.kubeconfig.path.display());
-    let _ = writeln!(text, "systemctl restart {}", journal.kubelet_unit);
+/// Prints what `jackstay uninstall` would do.
+pub(super) fn describe_undo(journal: &Journal, progress: &mut Progress) {
+    let mut on_file = |action, path: &Path| {
+        progress.other(action, Some(&path.display().to_string()), "");
+    };
+    on_file("restore", &journal.kubeconfig.path);
+    let mut commands = vec![format!("restart {}", journal.kubelet_unit)];
     for unit in journal.units.iter().rev() {
         let command = if unit.was_enabled { "stop" } else { "disable --now" };
-        let _ = writeln!(text, "systemctl {command} {}", unit.name);
+        commands.push(format!("{command} {}", unit.name));
     }
+    for command in commands {
+        progress.other("systemctl", None, &command);
+    }
+    let mut on_file = |action, path: &Path| {
+        progress.other(action, Some(&path.display().to_string()), "");
+    };
     for file in journal.files.iter().rev() {
-        let action = if file.original.is_some() { "restore" } else { "remove" };
-        let _ = writeln!(text, "{action} {}", file.path.display());
+        on_file(if file.original.is_some() { "restore" } else { "remove" }, &file.path);
     }
     for directory in journal.state_directories.iter().chain(journal.directories.iter().rev()) {
-        let _ = writeln!(text, "remove {}", directory.display());
+        on_file("remove", directory);
     }
-    text
 }
 
 /// Has guard and recovery unit continue an `uninstall` that is interrupted.
@@ -68,12 +62,21 @@ pub(super) fn protect_undo(store: &Store, journal: &mut Journal) -> Result<(), F
     })
 }
 
-fn start_guards(journal: &Journal) -> Result<(), UndoError> {
+/// Writes recovery unit and guard, which run the program of the installation.
+///
+/// # Errors
+/// A file cannot be written.
+pub(super) fn write_guards(journal: &Journal) -> Result<(), JournalError> {
     for file in
         [recovery_unit(&journal.program, &journal.kubelet_unit), guard_unit(&journal.program)]
     {
         write(&file.path, &file.bytes, file.mode)?;
     }
+    Ok(())
+}
+
+fn start_guards(journal: &Journal) -> Result<(), UndoError> {
+    write_guards(journal)?;
     for arguments in [["enable", RECOVERY_UNIT], ["start", GUARD_UNIT]] {
         Systemd.systemctl(&arguments)?;
     }

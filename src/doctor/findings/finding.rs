@@ -30,6 +30,10 @@ pub enum Cause {
     PortTaken,
     /// The listen address cannot be bound.
     AddressNotOurs,
+    /// The image of the static pod is not on this node, and kubelet does not pull it.
+    ImageMissing,
+    /// kubelet may delete the image of the static pod, and does not pull it again.
+    ImageUnpinned,
     /// No name server answers.
     DnsBlackHole,
     /// The name does not exist.
@@ -77,6 +81,8 @@ pub enum Cause {
     VersionSkew,
     /// Some name servers do not answer.
     DnsPartly,
+    /// Whether the image of the static pod is there and pinned is not known.
+    ImageUnknown,
     /// A listener has an IPv6 address and this machine has no IPv6.
     NoIpv6,
     /// The certificate will expire soon.

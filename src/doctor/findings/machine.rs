@@ -1,6 +1,7 @@
 //! Rules for causes on this machine: configuration, listen addresses, name servers, clock, limits.
 
 use super::finding::{Cause, Finding, note, problem};
+use crate::doctor::image::{ImageState, PINNED_LABEL, PodImage};
 use crate::doctor::observations::{EndpointObservation, ListenState, Observations, Resolution};
 
 /// Largest clock skew in seconds that is not reported. Leases and tokens tolerate less skew than certificates.
@@ -71,6 +72,36 @@ pub(super) fn listen(observations: &Observations, found: &mut Vec<Finding>) {
             ListenState::Failed(error) => {
                 unusable(cannot + ".", format!("bind: {error}"), "Choose another address.")
             }
+        });
+    }
+}
+
+pub(super) fn images(observations: &Observations, found: &mut Vec<Finding>) {
+    for PodImage { manifest, image, state } in &observations.host.images {
+        let manifest = manifest.display();
+        found.push(match state {
+            ImageState::Pinned => continue,
+            ImageState::Missing => problem(
+                Cause::ImageMissing,
+                format!("The image {image} of the static pod is not on this node."),
+                format!("{manifest} has `imagePullPolicy: Never`: the pod does not start again"),
+                "Import it before the pod ends: `ctr -n k8s.io images import FILE`, then pin it (deploy/README.md#image).",
+            ),
+            ImageState::Unpinned(why) => problem(
+                Cause::ImageUnpinned,
+                format!("kubelet deletes the image {image} of the static pod when the disk is full and no container uses it."),
+                format!("{why}; {manifest} has `imagePullPolicy: Never`"),
+                format!(
+                    "containerd: `ctr -n k8s.io images label {image} {PINNED_LABEL}`; CRI-O: pinned_images in \
+                     /etc/crio/crio.conf.d (deploy/README.md#image)."
+                ),
+            ),
+            ImageState::Unknown(why) => note(
+                Cause::ImageUnknown,
+                format!("It is not known whether the image {image} of the static pod is on this node and pinned."),
+                why,
+                "Run as root with crictl or ctr in PATH.",
+            ),
         });
     }
 }

@@ -3,6 +3,7 @@
 use jackstay_core::kubernetes_version::ServerVersion;
 
 use super::{Cause, Finding, Level, diagnose, has_problems};
+use crate::doctor::image::{ImageState, PodImage};
 use crate::doctor::observations::{
     ClientCertificate, ConnectAttempt, Dns, EndpointObservation, EndpointSource, Failure,
     FailureKind, HostRouting, IdleConnection, ListenAddress, ListenState, LongLived, Ms,
@@ -206,6 +207,20 @@ fn diagnose_each_cause_on_this_machine() {
     assert_eq!(first(&all), Some(Cause::Loop));
     all.configuration = vec!["f: unknown key".into()];
     assert_eq!(first(&all), Some(Cause::Configuration));
+    for (state, expected) in [
+        (ImageState::Pinned, None),
+        (ImageState::Missing, Some(Cause::ImageMissing)),
+        (ImageState::Unpinned("no label".into()), Some(Cause::ImageUnpinned)),
+        (ImageState::Unknown("ctr: not installed".into()), Some(Cause::ImageUnknown)),
+    ] {
+        let mut all = listen(ListenState::Free);
+        let (manifest, image) = ("/m/jackstay.yaml".into(), "localhost/jackstay:1".into());
+        all.host.images = vec![PodImage { manifest, image, state }];
+        let found = diagnose(&all);
+        assert_eq!(found.first().map(|finding| finding.cause), expected);
+        let is_problem = !matches!(expected, None | Some(Cause::ImageUnknown));
+        assert_eq!(has_problems(&found), is_problem, "{found:?}");
+    }
     let mut all = listen(ListenState::Free);
     (all.host.open_files, all.host.wanted_connections) = (Some(1024), 4096);
     let found = diagnose(&all);

@@ -156,7 +156,8 @@ pub fn finish(
     run(&["disable", RECOVERY_UNIT], RECOVERY_UNIT, manager)?;
     let recovery = journal.files.iter().find(|file| file.path == Path::new(RECOVERY_UNIT_FILE));
     if let Some(file) = recovery {
-        restore(store, file)?;
+        // Another version has written another text.
+        restore(store, &FileRecord { keep_if_changed: false, ..file.clone() })?;
     }
     manager.systemctl(&["daemon-reload"])?;
     Ok(())

@@ -410,6 +410,7 @@ class OtherProgram(Node):
         sh("systemctl", "stop", UNIT)
         code, error = self.take_over()
         self.assertEqual(code, 3, error)
+        self.assertIn(f"nothing is upgraded: jackstay.service runs {self.OWN}", install(2))
 
     def test_unit_of_the_administrator_with_the_program_of_the_package_is_upgraded(self):
         self.override("/usr/bin/jackstay")

@@ -19,7 +19,7 @@ const METRICS: &str = "text/plain; version=0.0.4; charset=utf-8";
 /// Allows only the script and the style sheet of the page, by their hashes, and requests to this origin. Text
 /// from an apiserver can therefore not run as a script. Forbids frames. A test compares the hashes.
 const POLICY: &str = "default-src 'none'; \
-    script-src 'sha256-QolclY+UylL90LOJFGkqBpafBdmEGMfyQzk43PHVIEM='; \
+    script-src 'sha256-/tTS38sWc8ThZUV0Z8nB328YBMsMZ+YNPWT785eYvL4='; \
     style-src 'sha256-4ttdEzSeO1HNN/TlHplroaeD+Bsg00txma1wUVwIvT8='; \
     connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 

@@ -22,7 +22,7 @@ use super::listener::{BoundListener, ListenerMode};
 use super::shared_sockets::SentSockets;
 use super::sockets::{BoundSocket, NewSockets, SocketBinder};
 use super::start_error::StartError;
-use crate::config::{self, CertPaths, Config, MemoryLimit};
+use crate::config::{self, Config, IdentitySource, MemoryLimit};
 use crate::control::endpoint_set;
 use crate::net::loaded_files::LoadedFiles;
 use crate::net::tls::serving::{self, ServingTls};
@@ -294,7 +294,7 @@ impl PreparedConfig {
                 let slots = self.identities.get(&config.upstream).map_or(&[][..], Vec::as_slice);
                 let wanted = terminate.identities.iter();
                 let identities =
-                    wanted.filter_map(|paths| slots.iter().find(|slot| slot.paths == *paths));
+                    wanted.filter_map(|source| slots.iter().find(|slot| slot.source == *source));
                 Ok(ListenerMode::Terminate {
                     tls,
                     identities: identities.cloned().collect(),
@@ -344,13 +344,13 @@ fn connector(
 }
 
 /// The identities of all listeners of an upstream, each once.
-fn identities_of(upstream: &config::Upstream, config: &Config) -> Vec<CertPaths> {
-    let mut all: Vec<CertPaths> = Vec::new();
+fn identities_of(upstream: &config::Upstream, config: &Config) -> Vec<IdentitySource> {
+    let mut all: Vec<IdentitySource> = Vec::new();
     let listeners = config.listeners.iter().filter(|l| l.upstream == upstream.name);
     let terminating = listeners.filter_map(|l| l.terminate());
-    for paths in terminating.flat_map(|terminate| &terminate.identities) {
-        if !all.contains(paths) {
-            all.push(paths.clone());
+    for source in terminating.flat_map(|terminate| &terminate.identities) {
+        if !all.contains(source) {
+            all.push(source.clone());
         }
     }
     all

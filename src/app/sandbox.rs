@@ -14,9 +14,10 @@ use jackstay_sys::process::sandbox::seccomp::Violation;
 use jackstay_sys::process::sandbox::{landlock, seccomp};
 use serde::Serialize;
 
-use crate::config::{Config, Sandbox, Seccomp, Switch};
+use crate::config::{Config, IdentitySource, Sandbox, Seccomp, Switch};
 use crate::control::discovery::kubeconfig;
 use crate::net::dns::ResolverFiles;
+use crate::upstream::credentials::files_of_identity;
 
 /// Files of the system that are read while the process runs, besides those of the configuration: metrics of the
 /// process, its limits, the name of the host, random numbers, and the program for backtraces. A static program has no
@@ -269,9 +270,20 @@ fn named_files(config: &Config) -> Vec<NamedFile> {
         if let Some(path) = &terminate.client_ca_file {
             add(format!("{at}.client_ca_file"), path, FileUse::Read);
         }
-        for (n, pair) in terminate.identities.iter().enumerate() {
-            add(format!("{at}.identities[{n}].cert_file"), &pair.cert_file, FileUse::Read);
-            add(format!("{at}.identities[{n}].key_file"), &pair.key_file, FileUse::Read);
+        for (n, source) in terminate.identities.iter().enumerate() {
+            let at = format!("{at}.identities[{n}]");
+            match source {
+                IdentitySource::Files(pair) => {
+                    add(format!("{at}.cert_file"), &pair.cert_file, FileUse::Read);
+                    add(format!("{at}.key_file"), &pair.key_file, FileUse::Read);
+                }
+                IdentitySource::Kubeconfig(user) => {
+                    add(format!("{at}.kubeconfig"), &user.kubeconfig, FileUse::Read);
+                    for file in files_of_identity(source) {
+                        add(format!("{at}.kubeconfig"), &file, FileUse::Read);
+                    }
+                }
+            }
         }
     }
     files

@@ -5,7 +5,7 @@ mod threads;
 
 use std::fmt::Write as _;
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
 
@@ -192,8 +192,9 @@ impl ProcessStatus {
                 check(format!("client CA bundle {}", file.display()), false, error);
             }
             for slot in identities {
-                if let Some(error) = slot.error(now) {
-                    check(format!("identity {}", slot.paths.cert_file.display()), false, error);
+                let shown = IdentityStatus::new(slot, identities, None, now);
+                if let Some(error) = shown.certificate.error {
+                    check(format!("identity {}", slot.source), false, error);
                 }
             }
         }
@@ -267,14 +268,21 @@ impl ProcessStatus {
         self.reloads.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn listener_status<'a>(&self, listener: &'a BoundListener) -> ListenerStatus<'a> {
+    fn listener_status<'a>(
+        &self,
+        listener: &'a BoundListener,
+        config_file: Option<&Path>,
+    ) -> ListenerStatus<'a> {
         let (metrics, now) = (&listener.metrics, wall_clock());
         let flows = self.metrics.open_flows(listener.name());
         let mode_status = match &listener.mode {
             ListenerMode::Terminate { tls, identities, config } => ModeStatus::Terminate {
                 certificate: CertificateStatus::serving(tls, now),
                 client_ca: CaStatus::of_clients(tls, now).map(Box::new),
-                identities: identities.iter().map(|slot| IdentityStatus::new(slot, now)).collect(),
+                identities: identities
+                    .iter()
+                    .map(|slot| IdentityStatus::new(slot, identities, config_file, now))
+                    .collect(),
                 requests_in_flight: metrics.in_flight.get(),
                 watches: metrics.watches.get(),
                 tunnels: metrics.tunnels.get(),
@@ -399,6 +407,7 @@ impl admin::StatusProvider for ProcessStatus {
 
     fn status(&self) -> Value {
         let shown = self.active.load();
+        let file = self.reloads().file.clone();
         json!(Status {
             version: build::VERSION,
             commit: build::COMMIT,
@@ -410,7 +419,11 @@ impl admin::StatusProvider for ProcessStatus {
             config: &self.reloads(),
             memory: self.memory.status(),
             threads: ThreadsStatus::new(&shown.config, &shown.listeners),
-            listeners: shown.listeners.iter().map(|l| self.listener_status(l)).collect(),
+            listeners: shown
+                .listeners
+                .iter()
+                .map(|listener| self.listener_status(listener, file.as_deref()))
+                .collect(),
             upstreams: shown.upstreams.iter().map(UpstreamStatus::from).collect(),
             events: self.metrics.events().last_notable(EVENTS_IN_STATUS),
         })

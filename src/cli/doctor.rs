@@ -5,13 +5,14 @@ use std::io;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use clap::Args;
 use jackstay_core::discovery::address::{AddressError, EndpointAddress};
 use jackstay_core::request::path_prefix::PathPrefixError;
 
 use super::admin_client::{DEFAULT_ADMIN, fetch_status};
+use super::check;
 use super::options::{
     DEFAULT_CONFIG, DurationFlagError, EXIT_NO_ANSWER, EXIT_USAGE, OutputArgs, OutputFormat,
     parse_flag_duration,
@@ -252,9 +253,11 @@ fn plan_of_config(file: &Path) -> Result<ExaminationPlan, DoctorError> {
     };
     Ok(match config::load(file, config::environment(), &Overrides::default()) {
         Ok(loaded) => match target::of_config(&loaded.config) {
-            Ok(plan) => {
-                ExaminationPlan { running: running_addresses(loaded.config.admin.bind), ..plan }
-            }
+            Ok(plan) => ExaminationPlan {
+                running: running_addresses(loaded.config.admin.bind),
+                notes: check::check_files(file, &loaded.config, SystemTime::now()).warnings,
+                ..plan
+            },
             Err(error) => invalid(vec![error.to_string()]),
         },
         Err(errors) => invalid(errors.0.iter().map(ToString::to_string).collect()),

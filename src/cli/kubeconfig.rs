@@ -10,6 +10,7 @@
 
 mod apiservers;
 mod args;
+mod client_certificate;
 mod listener;
 mod lock;
 mod output;
@@ -31,6 +32,7 @@ pub(super) use self::output::Failure;
 use self::output::{Destinations, directory_beside, kubeconfig_file, refuse_to_overwrite, stage};
 use self::report::{KubeconfigReport, ReportedCluster, ReportedContext};
 use super::options::EXIT_USAGE;
+use crate::config::{self, Overrides};
 use crate::kubeconfig::rewrite::{ClientTrust, KeyChange, LocalEndpoint, point_at, revert};
 use crate::kubeconfig::setup::{self, OutputFile, SetupMode, SetupPlan, SetupRequest, node_name};
 use crate::kubeconfig::{
@@ -131,8 +133,10 @@ impl Draft {
     /// # Errors
     /// The input cannot be used.
     pub(super) fn new(args: &KubeconfigArgs, files: &KubeconfigFiles) -> Result<Self, Failure> {
-        let context = files.resolve(args.context.as_deref())?;
+        let mut context = files.resolve(args.context.as_deref())?;
         let destinations = Destinations::new(args, files, &context)?;
+        let source =
+            client_certificate::find(args, files, &mut context, destinations.config.as_deref())?;
         let address = local_address(args, &context)?;
         let (node_name, name_note) = node_name(args)?;
         check_server_name(args)?;
@@ -145,7 +149,11 @@ impl Draft {
         let plan = match &destinations.config {
             None => None,
             Some(file) => {
-                let request = setup_request(args, &address, file, &apiservers, &node_name)?;
+                let request = SetupRequest {
+                    user_file: source.followed.clone(),
+                    awaited: source.awaited.clone(),
+                    ..setup_request(args, &address, file, &apiservers, &node_name)?
+                };
                 Some(setup::plan(&context, &request)?)
             }
         };
@@ -156,6 +164,7 @@ impl Draft {
             rewrite_kubeconfig(args, files, &context, &destinations, &endpoint)?;
         let mut notes = notes(&context, (&apiservers, &path), plan.as_ref(), &endpoint.trust);
         notes.extend(name_note);
+        notes.extend(source.notes);
         let mut warnings = plan.as_ref().map(|plan| plan.warnings.clone()).unwrap_or_default();
         warnings.extend(apiservers.warnings);
         if context.proxy_url.is_none() {
@@ -284,10 +293,18 @@ fn setup_request(
         shared_name: apiservers.names.shared_name().map(ToOwned::to_owned),
         ca_file: absolute(&args.ca_file)?,
         client_ca_file: absolute(&args.client_ca_file)?,
+        user_file: None,
+        awaited: None,
         node_name: node_name.to_owned(),
         now: SystemTime::now(),
-        state: args.state_dir.clone(),
+        state: args.state_dir.clone().or_else(|| existing_state_dir(config)),
     })
+}
+
+/// The directory of saved endpoints in the configuration that is written again: the sandbox of a running jackstay is for
+/// that one.
+fn existing_state_dir(config: &Path) -> Option<PathBuf> {
+    config::load(config, [], &Overrides::default()).ok()?.config.state_dir
 }
 
 /// Checks the name that clients verify, which stands in the kubeconfig and in SNI.

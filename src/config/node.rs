@@ -283,6 +283,11 @@ impl<'a> Fields<'a> {
         node
     }
 
+    /// Whether a key is set. The schema knows it then.
+    pub(super) fn has(&mut self, key: &'static str) -> bool {
+        self.node(key).is_given()
+    }
+
     /// Reports the error `why` if this key is set, which the mode of the listener does not have or which was removed.
     pub(super) fn refuse(&mut self, key: &'static str, why: &str) {
         let node = self.node(key);

@@ -26,7 +26,7 @@ use crate::net::tls::serving::{ServingRefresh, ServingTls};
 use crate::observe::events::{Change, EventKind, Events};
 use crate::observe::{ListenerMetrics, Metrics};
 use crate::upstream::Upstream;
-use crate::upstream::credentials::CredentialChange;
+use crate::upstream::credentials::{CredentialChange, IdentitySlot, is_superseded};
 
 /// Interval of the checks whether a certificate is due for renewal. It is due when a third of its lifetime
 /// is left, so a delay of one interval does not matter.
@@ -86,21 +86,27 @@ pub async fn watch_credentials(upstream: Arc<Upstream>) {
 fn failures(upstream: &Upstream) -> Vec<(String, bool)> {
     let credentials = &upstream.credentials;
     let slots = credentials.slots();
-    let identities = slots
-        .iter()
-        .map(|slot| (slot.paths.cert_file.display().to_string(), slot.has_file_error()));
+    let identities = slots.iter().map(|slot| (slot.source.to_string(), slot.has_file_error()));
     let ca = (CA_BUNDLE.to_owned(), credentials.has_ca_error());
     let token = credentials.probe_token();
     let token = token.map(|token| (PROBE_TOKEN.to_owned(), token.error().is_some()));
     identities.chain([ca]).chain(token).collect()
 }
 
+/// The slots of an upstream except those whose subject is served with the certificate of another one: their expiry has
+/// no effect.
+fn slots_in_use(upstream: &Upstream) -> Vec<Arc<IdentitySlot>> {
+    let (mut slots, now) = (upstream.credentials.slots(), wall_clock());
+    let all = slots.clone();
+    slots.retain(|slot| !is_superseded(slot, &all, now));
+    slots
+}
+
 /// The certificates of the identities and of the CA bundle of an upstream.
 fn watched_credentials(upstream: &Upstream) -> Vec<WatchedCertificate> {
-    let slots = upstream.credentials.slots();
-    let identities = slots.iter().filter_map(|slot| {
+    let identities = slots_in_use(upstream).into_iter().filter_map(|slot| {
         Some(WatchedCertificate {
-            name: slot.paths.cert_file.display().to_string(),
+            name: slot.source.to_string(),
             info: slot.certificate()?,
             effect: "the identity is not used until the file is renewed; its clients get 401",
         })
@@ -115,7 +121,7 @@ fn skipped_of_upstream(upstream: &Upstream) -> SkippedByName {
     let slots = upstream.credentials.slots();
     let identities = slots.iter().filter_map(|slot| {
         let certificate = slot.loaded()?;
-        Some((slot.paths.cert_file.display().to_string(), certificate.skipped.clone()))
+        Some((slot.source.to_string(), certificate.skipped.clone()))
     });
     let bundle = upstream.credentials.ca_bundle();
     let bundle =
@@ -150,7 +156,7 @@ fn report(events: &CertificateEvents<'_>, change: &CredentialChange) {
             if info.validity(wall_clock()) == Validity::Expired {
                 return; // `CertificateEvents::validity` reports it
             }
-            let name = slot.paths.cert_file.display().to_string();
+            let name = slot.source.to_string();
             let serial = format!("serial {}", info.serial);
             let reason = format!("the file has changed: {}", info.subject);
             if info.is_version_1 {
@@ -163,7 +169,7 @@ fn report(events: &CertificateEvents<'_>, change: &CredentialChange) {
         }
         CredentialChange::Replaced(slot, before) => {
             let Some(info) = slot.certificate() else { return };
-            let name = slot.paths.cert_file.display().to_string();
+            let name = slot.source.to_string();
             events.forget_failure(&name);
             let (before, after) = (before.to_string(), info.subject.to_string());
             let effect = "clients with the old subject get 401; their connections drain";
@@ -171,7 +177,7 @@ fn report(events: &CertificateEvents<'_>, change: &CredentialChange) {
             events.changed(&name, (&before, &after), (reason, effect), true);
         }
         CredentialChange::IdentityFailed(slot, error) => {
-            events.failed(&slot.paths.cert_file.display().to_string(), error);
+            events.failed(&slot.source.to_string(), error);
         }
         CredentialChange::Ca => events.loaded(
             CA_BUNDLE,
@@ -450,7 +456,7 @@ mod tests {
         let mut config = crate::control::discovery::tests::config();
         config.tls.ca_file = Some(ca.cert_file);
         let metrics = Metrics::new();
-        let upstream = Upstream::load(config.clone(), std::slice::from_ref(&first), &metrics);
+        let upstream = Upstream::load(config.clone(), &[first.clone().into()], &metrics);
         let mut series = CertificateSeries::default();
         // The years in which the certificates of the metrics expire, by kind.
         let mut exported = || {
@@ -486,7 +492,7 @@ mod tests {
         });
         assert_eq!(reloads.collect::<Vec<_>>(), [("identity", "0"), ("upstream_ca", "1")]);
         // A reloaded configuration names another identity.
-        let identities = [second];
+        let identities = [second.into()];
         let prepared = upstream
             .credentials
             .prepare(&config, &identities, &mut LoadedFiles::default())
@@ -526,7 +532,7 @@ mod tests {
         config.tls.ca_file = Some(ca.cert_file.clone());
         config.health.readyz.token_file = Some(token.clone());
         let metrics = Metrics::new();
-        let upstream = Upstream::load(config, std::slice::from_ref(&identity), &metrics);
+        let upstream = Upstream::load(config, &[identity.clone().into()], &metrics);
         let watch = watch_credentials(Arc::clone(&upstream));
         let checks = async {
             for (file, name) in [

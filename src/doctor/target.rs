@@ -13,16 +13,18 @@ use http::uri::Authority;
 use jackstay_core::discovery::address::{split_zone, tls_name};
 use jackstay_core::request::path_prefix::{PathPrefix, PathPrefixError};
 use jackstay_sys::sockets::zone;
+use jackstay_sys::utc::wall_clock;
 use rustls::pki_types::ServerName;
 
 use super::observations::EndpointSource;
 use super::probe::PeerConfig;
 use super::verify::RecordingVerifier;
-use crate::config::{CertPaths, Config, Listener, Upstream};
+use crate::config::{CertPaths, Config, IdentitySource, Listener, Upstream};
 use crate::kubeconfig::{
-    Credential, KubeconfigError, PemSource, ResolvedContext, ServerUrl, sent_authority, system_cas,
+    Credential, KubeconfigError, PemSource, ResolvedContext, ServerUrl, client_certificate,
+    sent_authority, system_cas,
 };
-use crate::net::tls::certificate::CertInfo;
+use crate::net::tls::certificate::{CertInfo, Validity};
 use crate::net::tls::file_error::TlsFileError;
 use crate::net::tls::pem_files::{LoadedCert, ca_from_pem, cert_from_pem, load_ca, load_cert};
 use crate::net::tls::verification::TrustedCas;
@@ -292,10 +294,24 @@ impl Trust {
             .filter_map(|listener| listener.terminate())
             .flat_map(|terminate| &terminate.identities);
         let token = readyz.token_file.clone();
-        // The first that exists, since kubelet writes its certificate only after it has joined the cluster.
-        let mut certificates = readyz.cert.iter().chain(identities.filter(|_| token.is_none()));
-        let certificate = certificates.find(|paths| paths.cert_file.exists()).cloned();
-        Self::of_files(&CredentialFiles { ca: upstream.tls.ca_file.clone(), certificate, token })
+        let probe = readyz.cert.clone().map(IdentitySource::Files);
+        let has_token = token.is_some();
+        let certificates = probe.iter().chain(identities.filter(|_| !has_token));
+        let mut trust = Self::of_files(&CredentialFiles {
+            ca: upstream.tls.ca_file.clone(),
+            certificate: None,
+            token,
+        })?;
+        // The first that exists and has not expired, or else the first that exists: kubelet writes its certificate only
+        // after it has joined the cluster.
+        let mut loaded = Vec::new();
+        for source in certificates.filter(|source| source.file().exists()) {
+            loaded.push(client_certificate::load(source)?);
+        }
+        let now = wall_clock();
+        let valid = loaded.iter().position(|loaded| loaded.info.validity(now) == Validity::Valid);
+        trust.certificate = loaded.into_iter().nth(valid.unwrap_or(0)).map(Arc::new);
+        Ok(trust)
     }
 }
 

@@ -13,6 +13,7 @@ use serde_json::Value;
 
 use self::process::{Process, Program};
 use super::systemd::ServiceManager;
+use crate::kubeconfig::setup::rotated::CERTIFICATE_DIRECTORY;
 
 /// Programs that contain kubelet and manage its kubeconfig themselves, with the page that says how to use jackstay
 /// there.
@@ -168,6 +169,25 @@ fn is_part_of(kubelet: &Process, program: &Process, processes: &BTreeMap<u32, Pr
     service.is_some() && service == unit::service_in_cgroup(program)
 }
 
+/// `--cert-dir` of a kubelet of this machine that uses `kubeconfig`. `None` if none runs.
+pub fn certificate_directory(proc: &Path, kubeconfig: &Path) -> Option<PathBuf> {
+    let file = |path: &Path| fs::canonicalize(path).ok();
+    let wanted = file(kubeconfig)?;
+    process::all(proc).into_values().find_map(|process| {
+        if process.contained || process.program() != Some(Program::Kubelet) {
+            return None;
+        }
+        let directory = working_directory(&proc.join(process.pid.to_string()));
+        let used = file(&directory.join(flag(&process.arguments, "kubeconfig")?))?;
+        let certificates = flag(&process.arguments, "cert-dir").unwrap_or(CERTIFICATE_DIRECTORY);
+        (used == wanted).then(|| directory.join(certificates))
+    })
+}
+
+fn working_directory(process: &Path) -> PathBuf {
+    fs::read_link(process.join("cwd")).unwrap_or_else(|_| PathBuf::from("/"))
+}
+
 fn of_process(
     proc: &Path,
     kubelet: &Process,
@@ -177,7 +197,7 @@ fn of_process(
     let process = proc.join(pid.to_string());
     let unit = unit.ok_or(KubeletError::NotService(pid))?;
     let kubeconfig = flag(arguments, "kubeconfig").ok_or(KubeletError::Standalone(pid))?;
-    let directory = fs::read_link(process.join("cwd")).unwrap_or_else(|_| PathBuf::from("/"));
+    let directory = working_directory(&process);
     let static_pods = match flag(arguments, "config") {
         Some(file) => static_pods(&directory.join(file))?,
         None => None,
@@ -279,6 +299,20 @@ mod tests {
         assert_eq!(kubelet.unit, "my-kubelet.service");
         assert_eq!(kubelet.kubeconfig, Path::new("/relative"));
         assert_eq!(kubelet.static_pods, None);
+    }
+
+    #[test]
+    fn certificate_directory_is_that_of_the_kubelet_with_the_kubeconfig() {
+        let kubeconfig = tempfile::NamedTempFile::new().unwrap();
+        let flag = format!("--kubeconfig={}", kubeconfig.path().display());
+        let directory = |arguments: &[&str]| {
+            let proc = proc(&[(7, &[&["/usr/bin/kubelet"], arguments].concat(), SERVICE)]);
+            certificate_directory(proc.path(), kubeconfig.path())
+        };
+        assert_eq!(directory(&[&flag]), Some("/var/lib/kubelet/pki".into()));
+        assert_eq!(directory(&[&flag, "--cert-dir", "/data/pki"]), Some("/data/pki".into()));
+        assert_eq!(directory(&["--kubeconfig=/other"]), None);
+        assert_eq!(directory(&[]), None);
     }
 
     #[test]

@@ -120,6 +120,11 @@ impl KubeconfigFiles {
         self.0.iter().find(|file| find_cluster(file.config(), name).is_some())
     }
 
+    /// The first file that contains the user of that name.
+    pub fn file_of_user(&self, name: &str) -> Option<&KubeconfigFile> {
+        self.0.iter().find(|file| file.config().auth_infos.iter().any(|user| user.name == name))
+    }
+
     /// The merged content. Relative paths become absolute, except those in files of `directory`, which
     /// stay valid when the result is written to that directory.
     ///

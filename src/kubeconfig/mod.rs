@@ -4,12 +4,14 @@
 //! * `context` resolves a context to a server, its verification and a `credential`.
 //! * `proxy` reads the proxies of the environment.
 //! * `exec` runs a credential plugin.
+//! * [`client_certificate`] reads the client certificate of a user, as an identity.
 //! * [`rewrite`] points one cluster at jackstay; `original` records the earlier values in that cluster.
 //! * [`verified_names`] selects the name to verify in the apiservers' certificates.
 //! * [`setup`] plans the configuration and the certificates of a jackstay for the cluster.
 //!
 //! Every error names the file or the entry and holds no secret.
 
+pub mod client_certificate;
 mod context;
 mod credential;
 mod error;

@@ -6,15 +6,17 @@
 
 mod config_file;
 mod error;
+mod identity;
 pub mod node_name;
 mod plan;
 pub mod renewal;
+pub mod rotated;
 mod serving;
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 
-use jackstay_sys::files::{PRIVATE, PUBLIC};
+use jackstay_sys::files::PUBLIC;
 
 use self::config_file::{
     ConfigFile, HealthSection, ListenerSection, ProbeCredential, UpstreamSection,
@@ -25,15 +27,11 @@ pub use self::plan::{OutputFile, SetupMode, SetupPlan, SetupRequest};
 use super::context::ResolvedContext;
 use super::credential::{Credential, PemSource};
 use super::file::to_yaml;
-use crate::config::CertPaths;
-use crate::net::tls::pem_files::{ca_from_pem, cert_from_pem, valid_certificates};
+use crate::config::{COPIED_CERTIFICATE, COPIED_KEY};
+use crate::net::tls::pem_files::{ca_from_pem, cert_from_pem};
 
 /// The file with the cluster's CA, in the directory of the configuration as the other files.
 const CLUSTER_CA: &str = "cluster-ca.crt";
-/// The file with the user's client certificate.
-const CLIENT_CERTIFICATE: &str = "client.crt";
-/// The file with its key.
-const CLIENT_KEY: &str = "client.key";
 /// The directory in which jackstay saves endpoints.
 const STATE: &str = "state";
 
@@ -57,7 +55,7 @@ pub fn files_with(config: &Path) -> Vec<PathBuf> {
     let directory = config.parent().unwrap_or(Path::new("/"));
     let serving = serving::ServingFiles::in_directory(directory);
     let beside =
-        [CLUSTER_CA, CLIENT_CERTIFICATE, CLIENT_KEY, STATE].map(|name| directory.join(name));
+        [CLUSTER_CA, COPIED_CERTIFICATE, COPIED_KEY, STATE].map(|name| directory.join(name));
     let all = [config.to_owned(), serving.ca, serving.serving].into_iter().chain(beside);
     all.filter(|path| path.exists()).collect()
 }
@@ -92,7 +90,7 @@ pub fn plan(context: &ResolvedContext, request: &SetupRequest) -> Result<SetupPl
     if request.mode == SetupMode::Terminate {
         listener.tls = Some(serving::plan(request, directory, &mut plan)?);
         (listener.client_ca_file, listener.identities) =
-            client_identities(context, request, directory, ca_file.as_deref(), &mut plan)?;
+            identity::plan(context, request, directory, ca_file.as_deref(), &mut plan)?;
         if let Credential::Exec(plugin) = &context.credential {
             listener.passthrough_server_names = request.shared_name.iter().cloned().collect();
             let name = request.shared_name.as_deref();
@@ -250,30 +248,6 @@ fn anonymous_probe_note(mode: SetupMode, credential: &Credential) -> String {
     )
 }
 
-/// The CA that verifies client certificates, and the identity for requests of the user, if the credential of
-/// the user is a certificate.
-fn client_identities(
-    context: &ResolvedContext,
-    request: &SetupRequest,
-    directory: &Path,
-    ca_file: Option<&Path>,
-    plan: &mut SetupPlan,
-) -> Result<(Option<PathBuf>, Vec<CertPaths>), SetupError> {
-    let (certificate, key) = match &context.credential {
-        Credential::Certificate(certificate, key) => (certificate, key),
-        Credential::Exec(_) => return Ok((request.client_ca_file.clone(), Vec::new())),
-        _ => return Ok((None, Vec::new())),
-    };
-    let client_ca = match &request.client_ca_file {
-        Some(file) => file.clone(),
-        None => verify_with_cluster_ca(context, certificate, ca_file)?,
-    };
-    let cert_file = directory.join(CLIENT_CERTIFICATE);
-    let cert_file = plan.file_of(certificate, cert_file, PUBLIC, "the user's client certificate");
-    let key_file = plan.file_of(key, directory.join(CLIENT_KEY), PRIVATE, "its key");
-    Ok((Some(client_ca), vec![CertPaths { cert_file, key_file }]))
-}
-
 /// What an exec plugin needs in mode `terminate`, if it returns certificates. `name` is the server name by which
 /// connections are passed through.
 fn exec_note(command: &str, name: Option<&str>, directory: &Path) -> String {
@@ -294,34 +268,4 @@ fn exec_note(command: &str, name: Option<&str>, directory: &Path) -> String {
         "the exec plugin {command:?} runs in the client as before, and jackstay forwards its tokens; if it \
          returns client certificates, {remedy}"
     )
-}
-
-/// Returns the file with the cluster's CA.
-///
-/// # Errors
-/// The user's certificate cannot be verified with that CA.
-fn verify_with_cluster_ca(
-    context: &ResolvedContext,
-    certificate: &PemSource,
-    ca_file: Option<&Path>,
-) -> Result<PathBuf, SetupError> {
-    // In mode `terminate` there is a file, or no plan (`cluster_ca`).
-    let ca_file = ca_file.ok_or_else(|| SetupError::NoCa(context.cluster.clone()))?;
-    let ca = match &context.ca {
-        Some(ca) => ca.read(),
-        None => PemSource::File(ca_file.to_owned()).read(),
-    };
-    let ca = ca.map_err(SetupError::Pem)?;
-    let chain = valid_certificates(&certificate.read().map_err(SetupError::Pem)?);
-    let verified = match (ca_from_pem(ca_file, &ca), chain.split_first()) {
-        (Ok(ca), Some((leaf, rest))) => {
-            let now = rustls::pki_types::UnixTime::now();
-            let verified = ca.roots.verify_client(leaf, rest, now);
-            verified.map(|()| ca_file.to_owned()).map_err(ClientCertificateError::Refused)
-        }
-        (Err(error), _) => Err(ClientCertificateError::Ca(error)),
-        (_, None) => Err(ClientCertificateError::None),
-    };
-    let user = || context.user.clone();
-    verified.map_err(|error| SetupError::ClientCertificate { user: user(), error })
 }

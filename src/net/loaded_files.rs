@@ -12,12 +12,12 @@ use jackstay_sys::files::{self, TokenFileError};
 
 use super::tls::file_error::TlsFileError;
 use super::tls::pem_files::{self, LoadedCa, LoadedCert};
-use crate::config::CertPaths;
+use crate::config::{CertPaths, IdentitySource};
 
 /// Reads files, and keeps what it has read until it is dropped, also the reason why a file cannot be used.
 #[derive(Debug, Default)]
 pub struct LoadedFiles {
-    certificates: HashMap<CertPaths, Result<Arc<LoadedCert>, TlsFileError>>,
+    certificates: HashMap<IdentitySource, Result<Arc<LoadedCert>, TlsFileError>>,
     bundles: HashMap<PathBuf, Result<LoadedCa, TlsFileError>>,
     tokens: HashMap<PathBuf, Result<HeaderValue, TokenFileError>>,
 }
@@ -29,7 +29,20 @@ impl LoadedFiles {
     /// A file cannot be used.
     pub fn certificate(&mut self, paths: &CertPaths) -> Result<Arc<LoadedCert>, TlsFileError> {
         let load = || pem_files::load_cert(paths).map(Arc::new);
-        self.certificates.entry(paths.clone()).or_insert_with(load).clone()
+        self.certificates.entry(paths.clone().into()).or_insert_with(load).clone()
+    }
+
+    /// The certificate chain of an identity and its key, which `load` reads.
+    ///
+    /// # Errors
+    /// A file cannot be used.
+    pub fn identity(
+        &mut self,
+        source: &IdentitySource,
+        load: fn(&IdentitySource) -> Result<LoadedCert, TlsFileError>,
+    ) -> Result<Arc<LoadedCert>, TlsFileError> {
+        let load = || load(source).map(Arc::new);
+        self.certificates.entry(source.clone()).or_insert_with(load).clone()
     }
 
     /// The certificate chain of a server and its key.

@@ -140,14 +140,12 @@ impl CredentialSelector {
                 return Err(StatusError::unauthorized(format_args!(
                     "the client certificate of {} is valid, but that of jackstay for this subject cannot \
                      be used: {reason}; renew {}",
-                    client.subject,
-                    slot.paths.cert_file.display()
+                    client.subject, slot.source
                 )));
             }
         }
         let missing = self.slots.iter().filter(|slot| slot.certificate().is_none());
-        let missing: Vec<_> =
-            missing.map(|slot| slot.paths.cert_file.display().to_string()).collect();
+        let missing: Vec<_> = missing.map(|slot| slot.source.to_string()).collect();
         let hint = match &*missing {
             [] => String::new(),
             missing => format!(" (still waiting for {})", missing.join(", ")),

@@ -5,19 +5,23 @@
 //! The apiserver tries x509 before tokens, so it would authenticate a token on a connection with a
 //! certificate as the subject of the certificate.
 //!
-//! A slot is a configured pair of files. The credential in it has a number that belongs to one subject and
-//! is never reused. When the files change to another subject, the credential gets a new number and the
+//! A slot is a configured pair of files, or a user of a kubeconfig. The credential in it has a number that belongs to one
+//! subject and is never reused. When the files change to another subject, the credential gets a new number and the
 //! connections of the old number drain. So the number of a request never leads to another identity. When only the paths
 //! of the files change, the credential keeps its number and its connections.
+//!
+//! Several slots may have the same subject: a certificate that kubelet rotates, and the one with which it has joined the
+//! cluster. They share the number, and [`in_use`] selects the certificate that is shown.
 
 mod change;
 mod client_tls;
 mod probe_token;
 mod slot;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::SystemTime;
 
 use arc_swap::{ArcSwap, ArcSwapOption};
 pub use jackstay_core::credential_class::CredentialClass;
@@ -28,8 +32,9 @@ use self::client_tls::plain_tls;
 pub use self::client_tls::{ClientTls, client_tls, unverified_tls};
 use self::probe_token::ProbeToken;
 use self::slot::Identity;
-pub use self::slot::{IdentitySlot, IdentityState};
-use crate::config::{CertPaths, Upstream};
+pub use self::slot::{IdentitySlot, IdentityState, in_use, is_superseded};
+use crate::config::{IdentitySource, Upstream};
+use crate::kubeconfig::client_certificate;
 use crate::net::loaded_files::LoadedFiles;
 use crate::net::tls::ca_bundle::CaBundle;
 use crate::net::tls::file_error::TlsFileError;
@@ -64,6 +69,13 @@ struct Setup {
 }
 
 impl Setup {
+    /// The credential of an identity that is used instead of `identity`, which has the same subject, or itself.
+    fn best(&self, identity: Arc<Identity>, now: SystemTime) -> Arc<Identity> {
+        let subject = &identity.certificate.info.subject;
+        let best = in_use(&self.identities, subject, now).and_then(|slot| slot.usable(now));
+        best.unwrap_or(identity)
+    }
+
     /// Every slot once.
     fn slots(&self) -> Vec<Arc<IdentitySlot>> {
         let mut slots = self.identities.clone();
@@ -105,7 +117,7 @@ impl Credentials {
     /// The CA bundle cannot be used, or the files of an identity exist but cannot be used.
     pub fn load(
         upstream: &Upstream,
-        identities: &[CertPaths],
+        identities: &[IdentitySource],
         files: &mut LoadedFiles,
     ) -> Result<Self, TlsFileError> {
         let prepared = prepare(upstream, identities, &[], files)?;
@@ -130,7 +142,7 @@ impl Credentials {
     pub fn prepare(
         &self,
         upstream: &Upstream,
-        identities: &[CertPaths],
+        identities: &[IdentitySource],
         files: &mut LoadedFiles,
     ) -> Result<PreparedCredentials, TlsFileError> {
         prepare(upstream, identities, &self.slots(), files)
@@ -154,9 +166,9 @@ impl Credentials {
     }
 
     /// Removes every slot of an identity except those in `keep`. Connections with a removed certificate drain.
-    pub fn retire(&self, keep: &[CertPaths]) {
+    pub fn retire(&self, keep: &[IdentitySource]) {
         let mut setup = Setup::clone(&self.setup.load());
-        setup.identities.retain(|slot| keep.contains(&slot.paths));
+        setup.identities.retain(|slot| keep.contains(&slot.source));
         self.setup.store(Arc::new(setup));
     }
 
@@ -184,18 +196,23 @@ impl Credentials {
     /// The classes of the identities of clients whose certificate is loaded and has not expired.
     pub fn loaded(&self) -> Vec<CredentialClass> {
         let (setup, now) = (self.setup.load(), wall_clock());
-        let loaded = setup.identities.iter().filter_map(|slot| slot.usable(now));
-        loaded.map(|identity| CredentialClass::Identity(identity.number)).collect()
+        let mut classes = Vec::new();
+        for identity in setup.identities.iter().filter_map(|slot| slot.usable(now)) {
+            let class = CredentialClass::Identity(identity.number);
+            if !classes.contains(&class) {
+                classes.push(class);
+            }
+        }
+        classes
     }
 
     /// The paths of all files.
     pub fn paths(&self) -> Vec<PathBuf> {
         let setup = self.setup.load();
         let slots = setup.slots();
-        let pairs = slots.iter().flat_map(|s| [&s.paths.cert_file, &s.paths.key_file]);
-        let token = setup.token.as_deref().map(ProbeToken::file);
-        let all = setup.ca_file.iter().chain(pairs).map(PathBuf::as_path).chain(token);
-        all.map(Path::to_owned).collect()
+        let of_slots = slots.iter().flat_map(|slot| slot.files());
+        let token = setup.token.as_deref().map(|token| token.file().to_owned());
+        setup.ca_file.iter().cloned().chain(of_slots).chain(token).collect()
     }
 
     /// The token for probes, if one is configured.
@@ -211,7 +228,7 @@ impl Credentials {
             CredentialClass::Identity(number) => {
                 let mut loaded = setup.identities.iter().filter_map(|slot| slot.usable(now));
                 let identity = loaded.find(|identity| identity.number == number)?;
-                return Some(Arc::clone(&identity.tls));
+                return Some(Arc::clone(&setup.best(identity, now).tls));
             }
             CredentialClass::Discovery => {
                 return self.discovery.load().as_ref().map(|shown| Arc::clone(&shown.tls));
@@ -224,7 +241,10 @@ impl Credentials {
             CredentialClass::Probe => match &setup.probe {
                 Some(slot) => slot.usable(now),
                 // By default the first loaded identity.
-                None => setup.identities.iter().find_map(|slot| slot.usable(now)),
+                None => {
+                    let first = setup.identities.iter().find_map(|slot| slot.usable(now));
+                    first.map(|identity| setup.best(identity, now))
+                }
             },
         };
         Some(shown.map_or_else(
@@ -330,7 +350,8 @@ impl Credentials {
     ) {
         let subject = &certificate.info.subject;
         let of_retired = || retired.iter().find_map(|old| old.number_of(subject));
-        let number = slot.number_of(subject).or_else(of_retired);
+        let of_slots = || self.slots().iter().find_map(|other| other.number_of(subject));
+        let number = slot.number_of(subject).or_else(of_slots).or_else(of_retired);
         let number = number.unwrap_or_else(|| self.next_number.fetch_add(1, Ordering::Relaxed));
         // Without a CA bundle no server is verified, and no certificate is shown. The configuration rules
         // refuse identities in this case.
@@ -344,7 +365,7 @@ impl Credentials {
 /// Loads the files of a configuration. Slots of `known` whose file paths are unchanged are kept.
 fn prepare(
     upstream: &Upstream,
-    identities: &[CertPaths],
+    identities: &[IdentitySource],
     known: &[Arc<IdentitySlot>],
     files: &mut LoadedFiles,
 ) -> Result<PreparedCredentials, TlsFileError> {
@@ -352,16 +373,17 @@ fn prepare(
     let readyz = &upstream.health.readyz;
     let mut slots = Vec::new();
     let mut loaded = Vec::new();
-    let only_for_probes = readyz.cert.iter().filter(|paths| !identities.contains(paths));
-    for paths in identities.iter().chain(only_for_probes) {
-        let (certificate, missing) = match files.certificate(paths) {
+    let probe = readyz.cert.clone().map(IdentitySource::Files);
+    let only_for_probes = probe.iter().filter(|source| !identities.contains(source));
+    for source in identities.iter().chain(only_for_probes) {
+        let (certificate, missing) = match files.identity(source, client_certificate::load) {
             Ok(certificate) => (Some(certificate), None),
             Err(error) if error.is_missing() => (None, Some(error)),
             Err(error) => return Err(error),
         };
-        let slot = known.iter().find(|slot| slot.paths == *paths).cloned();
+        let slot = known.iter().find(|slot| slot.source == *source).cloned();
         slots.push(slot.unwrap_or_else(|| {
-            let slot = IdentitySlot::new(paths);
+            let slot = IdentitySlot::new(source);
             if let Some(error) = &missing {
                 slot.failed(error);
             }
@@ -371,7 +393,7 @@ fn prepare(
     }
     let token = |file: &PathBuf| ProbeToken::new(file, files.token(file).ok().cloned());
     let token = readyz.token_file.as_ref().map(token).map(Arc::new);
-    let probe = slots.iter().find(|slot| readyz.cert.as_ref() == Some(&slot.paths)).cloned();
+    let probe = slots.iter().find(|slot| probe.as_ref() == Some(&slot.source)).cloned();
     slots.truncate(identities.len());
     let ca_file = upstream.tls.ca_file.clone();
     Ok(PreparedCredentials {
@@ -381,14 +403,19 @@ fn prepare(
     })
 }
 
+/// The files of an identity besides those that the configuration names; none if it cannot be read.
+pub fn files_of_identity(source: &IdentitySource) -> Vec<PathBuf> {
+    client_certificate::load(source).map(|loaded| loaded.more_files).unwrap_or_default()
+}
+
 /// Loads the certificate of a slot. One that is not valid does not replace a valid one, and an expired one
 /// does not replace one that is not valid yet.
 fn load_better(slot: &IdentitySlot) -> Result<LoadedCert, TlsFileError> {
     let now = wall_clock();
-    let certificate = pem_files::load_cert(&slot.paths)?;
+    let certificate = client_certificate::load(&slot.source)?;
     let current = slot.certificate().map(|info| info.validity(now));
     if current.is_some_and(|current| certificate.info.validity(now) < current) {
-        certificate.info.check_time(&slot.paths.cert_file, now)?;
+        certificate.info.check_time(slot.source.file(), now)?;
     }
     Ok(certificate)
 }
@@ -400,15 +427,22 @@ mod tests {
     use rcgen::{CertificateParams, DnType, KeyPair};
 
     use super::*;
-    use crate::config;
+    use crate::config::{self, CertPaths};
 
     /// Writes a self-signed certificate and its key.
     fn write_certificate(folder: &Path, name: &str, subject: &str) -> CertPaths {
+        write_valid(folder, name, subject, (2020, 2090))
+    }
+
+    /// Writes a self-signed certificate that is valid from the start of one year to that of another, and its key.
+    fn write_valid(folder: &Path, name: &str, subject: &str, years: (i32, i32)) -> CertPaths {
         let file = |extension| folder.join(format!("{name}.{extension}"));
         let paths = CertPaths { cert_file: file("crt"), key_file: file("key") };
         let key = KeyPair::generate().unwrap();
         let mut params = CertificateParams::new(vec![name.into()]).unwrap();
         params.distinguished_name.push(DnType::CommonName, subject);
+        params.not_before = rcgen::date_time_ymd(years.0, 1, 1);
+        params.not_after = rcgen::date_time_ymd(years.1, 1, 1);
         let certificate = params.self_signed(&key);
         std::fs::write(&paths.cert_file, certificate.unwrap().pem()).unwrap();
         std::fs::write(&paths.key_file, key.serialize_pem()).unwrap();
@@ -431,6 +465,7 @@ mod tests {
         let write = |name, subject| write_certificate(folder.path(), name, subject);
         let ca = write("ca", "ca");
         let config = config(&ca);
+        let write = |name, subject| IdentitySource::Files(write(name, subject));
         let (first, moved) = (write("first", "a"), write("moved", "a"));
         let (other, twin) = (write("other", "b"), write("twin", "a"));
         let mut files = LoadedFiles::default();
@@ -439,9 +474,9 @@ mod tests {
         for (paths, expected) in [
             (vec![moved.clone()], vec![0]),
             (vec![other.clone(), moved.clone()], vec![1, 0]),
-            // The one that stays keeps its number.
-            (vec![twin, moved], vec![2, 0]),
-            (vec![other], vec![3]),
+            // Both have the same subject.
+            (vec![twin, moved], vec![0]),
+            (vec![other], vec![2]),
         ] {
             credentials.install(credentials.prepare(&config, &paths, &mut files).unwrap());
             credentials.retire(&paths);
@@ -451,12 +486,55 @@ mod tests {
     }
 
     #[test]
+    fn identities_of_one_subject_share_a_class_and_the_one_that_expires_last_is_shown() {
+        let folder = tempfile::tempdir().unwrap();
+        let write = |name, years| write_valid(folder.path(), name, "node", years);
+        let config = config(&write("ca", (2020, 2090)));
+        let joined = write("joined", (2020, 2080));
+        let rotated = CertPaths {
+            cert_file: folder.path().join("rotated.crt"),
+            key_file: folder.path().join("rotated.key"),
+        };
+        let both = [IdentitySource::Files(joined), IdentitySource::Files(rotated)];
+        let credentials = Credentials::load(&config, &both, &mut LoadedFiles::default()).unwrap();
+        let class = CredentialClass::Identity(0);
+        let shown = |class| credentials.tls(class).map(|tls| tls.generation);
+        // The content of the rotated file over time, and which of the two is shown.
+        let slot = |index: usize| Arc::clone(&credentials.identities()[index]);
+        let of_slot = |index| slot(index).usable(wall_clock()).unwrap().tls.generation;
+        assert_eq!((credentials.loaded(), shown(class)), (vec![class], Some(of_slot(0))));
+        for (years, expected) in [((2021, 2081), 1), ((2021, 2079), 0), ((2085, 2089), 0)] {
+            write("rotated", years);
+            credentials.refresh();
+            assert_eq!(credentials.loaded(), [class], "{years:?}");
+            for shown in [shown(class), shown(CredentialClass::Probe)] {
+                assert_eq!(shown, Some(of_slot(expected)), "{years:?}");
+            }
+            let superseded =
+                is_superseded(&slot(1 - expected), &credentials.identities(), wall_clock());
+            assert!(superseded, "{years:?}");
+        }
+        // The one with which the node has joined has expired.
+        let joined = write("joined", (2020, 2021));
+        let rotated = write("rotated", (2021, 2079));
+        let both = [joined, rotated].map(IdentitySource::Files);
+        let credentials = Credentials::load(&config, &both, &mut LoadedFiles::default()).unwrap();
+        let slots = credentials.identities();
+        assert_eq!(credentials.loaded(), [class]);
+        let subject = slots[0].certificate().unwrap().subject;
+        assert!(Arc::ptr_eq(&in_use(&slots, &subject, wall_clock()).unwrap(), &slots[1]));
+        let expected = slots[1].usable(wall_clock()).unwrap().tls.generation;
+        assert_eq!(credentials.tls(class).unwrap().generation, expected);
+    }
+
+    #[test]
     fn certificate_that_only_probes_show_is_no_identity_of_clients() {
         let folder = tempfile::tempdir().unwrap();
         let write = |name| write_certificate(folder.path(), name, name);
         let (ca, identity, probe) = (write("ca"), write("identity"), write("probe"));
         let mut config = config(&ca);
         config.health.readyz.cert = Some(probe.clone());
+        let (identity, probe) = (IdentitySource::Files(identity), IdentitySource::Files(probe));
         let mut files = LoadedFiles::default();
         let only_identity = std::slice::from_ref(&identity);
         let credentials = Credentials::load(&config, only_identity, &mut files).unwrap();

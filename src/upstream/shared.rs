@@ -135,7 +135,7 @@ impl Upstream {
     #[cfg(test)]
     pub(crate) fn load(
         config: config::Upstream,
-        identities: &[config::CertPaths],
+        identities: &[config::IdentitySource],
         metrics: &Arc<Metrics>,
     ) -> Arc<Self> {
         let files = &mut crate::net::loaded_files::LoadedFiles::default();

@@ -14,7 +14,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     ("config", &[]),
     ("observe", &["net", "config"]),
     ("net", &["config"]),
-    ("upstream", &["net", "observe", "config"]),
+    ("upstream", &["kubeconfig", "net", "observe", "config"]),
     ("admin", &["upstream", "net", "observe", "config"]),
     ("proxy", &["upstream", "net", "observe", "config"]),
     ("control", &["kubeconfig", "upstream", "net", "observe", "config"]),

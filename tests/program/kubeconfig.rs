@@ -1,5 +1,6 @@
 //! `jackstay kubeconfig`: the files that it reads and writes, and its output.
 
+mod client_certificate;
 mod passed_through;
 
 use crate::support::tls::{self, Trust};
@@ -358,7 +359,6 @@ fn kubeconfig_terminate_creates_a_local_ca_once() {
     for (name, expected) in [
         ("local-ca.crt", 0o644),
         ("serving.pem", 0o600),
-        ("client.key", 0o600),
         ("cluster-ca.crt", 0o644),
         ("jackstay.yaml", 0o644),
     ] {
@@ -366,8 +366,8 @@ fn kubeconfig_terminate_creates_a_local_ca_once() {
     }
     let files: Vec<_> = fs::read_dir(&dir).unwrap().map(|file| file.unwrap().file_name()).collect();
     assert!(
-        !files.iter().any(|name| name == "local-ca.key"),
-        "the CA's key is not stored: {files:?}"
+        !files.iter().any(|name| name == "local-ca.key" || name == "client.key"),
+        "neither the CA's key nor that of the user is stored: {files:?}"
     );
     let config = dir.join("jackstay.yaml");
     let check = home.run(&["check", "--config", config.to_str().unwrap()]);

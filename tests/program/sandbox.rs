@@ -12,7 +12,7 @@ use crate::support::child::{Process, first_address};
 use crate::support::{
     CONFIGMAPS, TestCluster, pages, replace_symlink, terminate_mode, until, write_config,
 };
-use jackstay::config::{CertPaths, Config, Seccomp, Switch};
+use jackstay::config::{CertPaths, Config, IdentitySource, Seccomp, Switch};
 use jackstay_apiserver::client::Client;
 use serde_json::Value;
 
@@ -241,7 +241,8 @@ async fn reload_that_names_a_path_outside_is_refused_until_a_restart() {
     // Also a file that does not exist yet, and a directory for writing.
     let missing = outside.path().join("client.pem");
     let pair = CertPaths { cert_file: missing.clone(), key_file: missing };
-    let result = setup.reload(|config| terminate_mode(config).identities.push(pair.clone())).await;
+    let result =
+        setup.reload(|config| terminate_mode(config).identities.push(pair.clone().into())).await;
     refused(&result, "listeners[0].identities[1].cert_file");
     let result = setup.reload(|config| config.state_dir = Some(outside.path().join("state"))).await;
     refused(&result, "state_dir");
@@ -287,14 +288,16 @@ async fn certificates_rotate_inside_the_sandbox() {
         for directory in [&links, &pki] {
             std::fs::create_dir(directory).unwrap();
         }
-        let identity = terminate_mode(config).identities[0].clone();
+        let IdentitySource::Files(identity) = terminate_mode(config).identities[0].clone() else {
+            unreachable!("the identity has files");
+        };
         let pem =
             [&identity.cert_file, &identity.key_file].map(|file| std::fs::read(file).unwrap());
         std::fs::write(pki.join("client-1.pem"), pem.concat()).unwrap();
         let link = links.join("current.pem");
         std::os::unix::fs::symlink("../pki/client-1.pem", &link).unwrap();
         let pair = CertPaths { cert_file: link.clone(), key_file: link };
-        terminate_mode(config).identities = vec![pair];
+        terminate_mode(config).identities = vec![pair.into()];
     })
     .await;
     setup.expect_service().await;

@@ -15,7 +15,7 @@ use crate::support::{
     CONFIGMAPS, TestCluster, long_form, passthrough_config, refusing_address, replace_symlink,
     soon, terminate_mode, until,
 };
-use jackstay::config::{Config, FlowSettings, PassedThrough};
+use jackstay::config::{Config, FlowSettings, IdentitySource, PassedThrough};
 use jackstay_apiserver::client::{Client, Credentials};
 use std::io::{BufRead, BufReader, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -128,7 +128,9 @@ async fn link_that_leads_out_of_the_sandbox_is_reported_and_applied_by_sigusr2()
     let (links, outside) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let (link, target) = (links.path().join("current.pem"), outside.path().join("client.pem"));
     let mut setup = Setup::with(1, |config| {
-        let identity = &mut terminate_mode(config).identities[0];
+        let IdentitySource::Files(identity) = &mut terminate_mode(config).identities[0] else {
+            unreachable!("the identity has files");
+        };
         let pem =
             [&identity.cert_file, &identity.key_file].map(|file| std::fs::read(file).unwrap());
         std::fs::write(links.path().join("client-1.pem"), pem.concat()).unwrap();

@@ -57,7 +57,7 @@ async fn identity_file_that_changes_its_subject_mixes_no_requests() {
         .start_with(|config| {
             without_suspicion(config);
             let pair = CertPaths { cert_file: current.clone(), key_file: current.clone() };
-            terminate_mode(config).identities = vec![pair];
+            terminate_mode(config).identities = vec![pair.into()];
         })
         .await;
     let stop = Arc::new(AtomicBool::new(false));

@@ -16,7 +16,7 @@ use proptest::prelude::*;
 use proptest::test_runner::{Config as Cases, TestRunner};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 fn serial(issued: &Issued) -> String {
     let der = issued.cert_der();
@@ -151,7 +151,7 @@ fn random_headers_do_not_change_the_identity() {
     let node = cluster.certs.pki.client(&Subject::node("n1")).unwrap();
     let (cert_file, key_file) = node.write_to(cluster.certs.path(), "node").unwrap();
     let proxy = runtime.block_on(cluster.start_with(|config| {
-        terminate_mode(config).identities.push(CertPaths { cert_file, key_file });
+        terminate_mode(config).identities.push(CertPaths { cert_file, key_file }.into());
     }));
     cluster.state.add_token("alice", User::new("alice", &[]));
     let names = vec![
@@ -255,7 +255,8 @@ async fn certificate_rotation_by_symlink_fails_no_request() {
     let current = dir.join("current.pem");
     replace_symlink(&current, &dir.join("first.pem"));
     let pair = CertPaths { cert_file: current.clone(), key_file: current.clone() };
-    let proxy = cluster.start_with(|config| terminate_mode(config).identities = vec![pair]).await;
+    let proxy =
+        cluster.start_with(|config| terminate_mode(config).identities = vec![pair.into()]).await;
     let stop = Arc::new(AtomicBool::new(false));
     let mut clients = Vec::new();
     for n in 0..4 {
@@ -317,7 +318,7 @@ async fn identity_file_is_used_when_it_appears() {
     let late = cluster.certs.path().join("late.pem");
     let mut config = cluster.config();
     terminate_mode(&mut config).identities =
-        vec![CertPaths { cert_file: late.clone(), key_file: late.clone() }];
+        vec![CertPaths { cert_file: late.clone(), key_file: late.clone() }.into()];
     let proxy = cluster.certs.start(config);
     until("the endpoint is usable", async || {
         proxy.endpoints().await.iter().all(|e| e["state"] == "ready")
@@ -412,7 +413,7 @@ async fn identity_that_expires_in_use_is_not_used_until_it_is_renewed() {
     let proxy = cluster
         .start_with(|config| {
             without_suspicion(config);
-            terminate_mode(config).identities = vec![pair];
+            terminate_mode(config).identities = vec![pair.into()];
             config.upstreams[0].health.readyz.cert = None;
         })
         .await;
@@ -467,6 +468,62 @@ async fn identity_that_expires_in_use_is_not_used_until_it_is_renewed() {
         .await;
 }
 
+/// The certificate with which a node has joined the cluster stays in its kubeconfig; kubelet writes others to a file.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn identity_of_two_with_one_subject_is_the_certificate_that_expires_last() {
+    let cluster = TestCluster::new(1);
+    let pki = &cluster.certs.pki;
+    let folder = cluster.certs.path();
+    let joined = pki.client(&Subject::admin()).unwrap();
+    let later = Validity::usual().not_after + Duration::from_secs(48 * 3600);
+    let later = Validity { not_after: later, ..Validity::usual() };
+    let rotated = pki.client_valid(&Subject::admin(), later).unwrap();
+    let files = ["joined.pem", "rotated.pem"].map(|name| folder.join(name));
+    joined.write_pair(folder, "joined").unwrap();
+    let proxy = cluster
+        .start_with(|config| {
+            let pairs =
+                files.clone().map(|file| CertPaths { cert_file: file.clone(), key_file: file });
+            terminate_mode(config).identities = pairs.map(Into::into).to_vec();
+            config.upstreams[0].health.readyz.cert = None;
+        })
+        .await;
+    let client = proxy.client().await;
+    let shown = |issued: &Issued| {
+        let (serial, audit) = (serial(issued), cluster.state.audit());
+        audit.select(|record| record.certificate_serial.as_ref() == Some(&serial)).len()
+    };
+    assert_eq!(soon("a response", client.get(CONFIGMAPS)).await.unwrap().status, 200);
+    assert!(shown(&joined) > 0);
+    let states = async || {
+        let status = proxy.status().await;
+        [0, 1].map(|n| status["listeners"][0]["identities"][n]["state"].clone())
+    };
+    assert_eq!(states().await, ["loaded", "awaited"]);
+    rotated.write_pair(folder, "rotated").unwrap();
+    until("the rotated certificate is shown", async || {
+        assert_eq!(client.get(CONFIGMAPS).await.unwrap().status, 200);
+        shown(&rotated) > 0
+    })
+    .await;
+    assert_eq!(states().await, ["superseded", "loaded"]);
+    // The first one has expired when jackstay starts again.
+    let expired = pki.client_valid(&Subject::admin(), Validity::expired()).unwrap();
+    expired.write_pair(folder, "joined").unwrap();
+    let proxy = cluster
+        .start_with(|config| {
+            let pairs = files.map(|file| CertPaths { cert_file: file.clone(), key_file: file });
+            terminate_mode(config).identities = pairs.map(Into::into).to_vec();
+            config.upstreams[0].health.readyz.cert = None;
+        })
+        .await;
+    let client = proxy.client().await;
+    assert_eq!(soon("a response", client.get(CONFIGMAPS)).await.unwrap().status, 200);
+    assert_eq!(shown(&expired), 0);
+    let states = proxy.status().await["listeners"][0]["identities"].clone();
+    assert_eq!([&states[0]["state"], &states[1]["state"]], ["superseded", "loaded"]);
+}
+
 /// The handshake succeeds, so that the client gets the reason instead of a TLS alert.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn client_certificate_of_version_1_gets_401_with_the_remedy() {
@@ -492,7 +549,8 @@ async fn identity_of_version_1_is_used_and_shown_as_one_whose_clients_get_401() 
     let version_1 = pki.client_version_1(&Subject::admin()).unwrap();
     let file = version_1.write_pair(cluster.certs.path(), "old").unwrap();
     let pair = CertPaths { cert_file: file.clone(), key_file: file.clone() };
-    let proxy = cluster.start_with(|config| terminate_mode(config).identities = vec![pair]).await;
+    let proxy =
+        cluster.start_with(|config| terminate_mode(config).identities = vec![pair.into()]).await;
     // The demo apiserver, unlike kube-apiserver, does not accept it.
     let (_, _, record) = send(&cluster, &proxy, &cluster.certs.credentials(), &[]).await;
     assert_eq!(record.unwrap().certificate_serial, Some(serial(&version_1)));

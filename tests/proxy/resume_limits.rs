@@ -240,7 +240,7 @@ async fn watch_moves_from_a_draining_connection_when_its_certificate_is_replaced
     let proxy = peers
         .start_proxy(|config| {
             tolerate_late_pongs(config);
-            terminate_mode(config).identities = vec![pair];
+            terminate_mode(config).identities = vec![pair.into()];
         })
         .await;
     let client = proxy.client().await;

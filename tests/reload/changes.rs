@@ -84,7 +84,7 @@ const UPSTREAM: &[&str] = &["upstream `control-plane` changed"];
 fn add_node(config: &mut Config, cluster: &TestCluster) {
     let node = cluster.certs.pki.client(&Subject::node("n1")).unwrap();
     let (cert_file, key_file) = node.write_to(cluster.certs.path(), "node").unwrap();
-    terminate_mode(config).identities.push(CertPaths { cert_file, key_file });
+    terminate_mode(config).identities.push(CertPaths { cert_file, key_file }.into());
 }
 
 /// Copies the serving certificate and key to other paths.
@@ -169,7 +169,7 @@ async fn reload_adds_and_removes_an_identity_of_a_connected_client() {
 
     let (cert_file, key_file) = node.write_to(setup.cluster.certs.path(), "node").unwrap();
     let paths = CertPaths { cert_file, key_file };
-    setup.change(|config| terminate_mode(config).identities.push(paths.clone())).await;
+    setup.change(|config| terminate_mode(config).identities.push(paths.clone().into())).await;
     assert_eq!(get().await.status, 200, "the connection that got 401 before");
     let watch = setup.watch(&client).await;
 
@@ -186,7 +186,7 @@ async fn reload_adds_and_removes_an_identity_of_a_connected_client() {
     .await;
 
     // Added again, the identity gets a new slot.
-    setup.change(|config| terminate_mode(config).identities.push(paths)).await;
+    setup.change(|config| terminate_mode(config).identities.push(paths.into())).await;
     let client = setup.proxy.client_with(&credentials).await;
     assert_eq!(client.get("/api/v1/namespaces/default").await.unwrap().status, 200);
 }

@@ -31,7 +31,9 @@ const INVALID_CHANGES: &[InvalidChange] = &[
         "identity without a certificate",
         |c, cluster| {
             let cert_file = file_without_pem(cluster);
-            terminate_mode(c).identities.push(CertPaths { key_file: cert_file.clone(), cert_file });
+            terminate_mode(c)
+                .identities
+                .push(CertPaths { key_file: cert_file.clone(), cert_file }.into());
         },
         "contains no certificate",
     ),

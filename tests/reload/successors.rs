@@ -63,7 +63,7 @@ fn write_certificates(config: &mut Config, cluster: &TestCluster, right: bool, s
         CertPaths { cert_file, key_file }
     };
     if let Mode::Terminate(terminate) = &mut config.listeners[0].mode {
-        terminate.identities = vec![write(Subject::admin(), "admin")];
+        terminate.identities = vec![write(Subject::admin(), "admin").into()];
     }
     config.upstreams[0].health.readyz.cert = Some(write(Subject::new("probe", &[]), "probe"));
 }

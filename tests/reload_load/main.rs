@@ -82,7 +82,7 @@ fn nth_config(n: usize, base: &Config, cluster: &TestCluster) -> Config {
     config.upstreams[0].health.dead_after = Duration::from_millis(2000 + 100 * (n as u64 % 3));
     if n % 3 == 1 {
         let pair = CertPaths { cert_file: path("node.crt"), key_file: path("node.key") };
-        terminate_mode(&mut config).identities.push(pair);
+        terminate_mode(&mut config).identities.push(pair.into());
     }
     if n % 8 == 2 {
         config.upstreams[0].endpoints.pop();

@@ -161,7 +161,7 @@ impl Certs {
                 mode: Mode::Terminate(Terminate {
                     tls: ServingCert { paths: self.serving.clone(), issuer: None },
                     client_ca_file: Some(self.ca_file.clone()),
-                    identities: vec![self.identity.clone()],
+                    identities: vec![self.identity.clone().into()],
                     never_resume_groups: Vec::new(),
                     heartbeats: Vec::new(),
                     passed_through: None,
@@ -209,7 +209,9 @@ pub fn terminate_mode(config: &mut Config) -> &mut Terminate {
 /// The state of an upstream without endpoints, as the workers share it.
 pub fn new_upstream(config: Upstream, identities: &[CertPaths]) -> Arc<upstream::Upstream> {
     let files = &mut LoadedFiles::default();
-    let credentials = upstream::credentials::Credentials::load(&config, identities, files).unwrap();
+    let identities: Vec<_> = identities.iter().cloned().map(Into::into).collect();
+    let credentials =
+        upstream::credentials::Credentials::load(&config, &identities, files).unwrap();
     let memory = MemoryBudget::new(DEFAULT_LIMIT);
     Arc::new(upstream::Upstream::new(config, credentials, &Metrics::new(), &memory))
 }

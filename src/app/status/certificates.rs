@@ -1,16 +1,18 @@
 //! The serving certificates, the identities and the CA bundles, in the status.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::SystemTime;
 
 use jackstay_sys::utc::Utc;
 use serde::Serialize;
 
+use crate::config::{COPIED_IDENTITY, IdentitySource, KubeconfigUser};
 use crate::net::tls::ca_bundle::CaBundle;
 use crate::net::tls::certificate::{CertInfo, Validity};
 use crate::net::tls::serving::ServingTls;
 use crate::upstream::Upstream;
-use crate::upstream::credentials::{IdentitySlot, IdentityState};
+use crate::upstream::credentials::{IdentitySlot, IdentityState, is_superseded};
 
 /// A certificate. Its values are null if none is loaded.
 #[derive(Serialize)]
@@ -26,9 +28,15 @@ pub(super) struct CertificateStatus {
 /// An identity.
 #[derive(Serialize)]
 pub(super) struct IdentityStatus<'a> {
-    cert_file: &'a Path,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    cert_file: Option<&'a Path>,
     #[serde(flatten)]
-    certificate: CertificateStatus,
+    kubeconfig: Option<&'a KubeconfigUser>,
+    #[serde(flatten)]
+    pub(super) certificate: CertificateStatus,
+    /// That nothing renews its files.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    note: Option<String>,
 }
 
 /// A CA bundle.
@@ -98,10 +106,26 @@ impl CertificateStatus {
 }
 
 impl<'a> IdentityStatus<'a> {
-    /// An identity at `now`.
-    pub(super) fn new(slot: &'a IdentitySlot, now: SystemTime) -> Self {
-        let certificate =
-            CertificateStatus::new(slot.state(now), slot.certificate().as_ref(), slot.error(now));
-        Self { cert_file: &slot.paths.cert_file, certificate }
+    /// An identity of a listener with `slots` at `now`. `config` is the file of the configuration.
+    pub(super) fn new(
+        slot: &'a Arc<IdentitySlot>,
+        slots: &[Arc<IdentitySlot>],
+        config: Option<&Path>,
+        now: SystemTime,
+    ) -> Self {
+        let info = slot.certificate();
+        let certificate = if is_superseded(slot, slots, now) {
+            CertificateStatus::new(IdentityState::Superseded, info.as_ref(), slot.file_error())
+        } else {
+            CertificateStatus::new(slot.state(now), info.as_ref(), slot.error(now))
+        };
+        let is_used = certificate.state != IdentityState::Superseded.as_str();
+        let is_copy = is_used && config.is_some_and(|config| slot.source.is_copy(config));
+        let (cert_file, kubeconfig) = match &slot.source {
+            IdentitySource::Files(paths) => (Some(&*paths.cert_file), None),
+            IdentitySource::Kubeconfig(user) => (None, Some(user)),
+        };
+        let note = is_copy.then(|| COPIED_IDENTITY.to_owned());
+        Self { cert_file, kubeconfig, certificate, note }
     }
 }

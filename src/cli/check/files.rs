@@ -14,12 +14,13 @@ use jackstay_sys::utc::Utc;
 use rustls::pki_types::UnixTime;
 
 use crate::config::{
-    CertPaths, Config, ConfigDraft, ConfigError, KeyLines, Terminate, describe_io_error,
-    server_name_matches,
+    COPIED_IDENTITY, CertPaths, Config, ConfigDraft, ConfigError, IdentitySource, KeyLines,
+    Terminate, Upstream, describe_io_error, server_name_matches,
 };
 use crate::control::discovery::{file as endpoints_file, kubeconfig};
+use crate::kubeconfig::client_certificate;
 use crate::net::loaded_files::LoadedFiles;
-use crate::net::tls::certificate::{CertInfo, Subject, VERSION_1, VERSION_1_EFFECT};
+use crate::net::tls::certificate::{CertInfo, VERSION_1, VERSION_1_EFFECT};
 use crate::net::tls::file_error::{TlsFileError, TlsFileProblem};
 use crate::net::tls::local_ca;
 use crate::net::tls::local_ca::LocalCa;
@@ -115,6 +116,7 @@ fn check_files_at(
         if let Some(path) = &terminate.client_ca_file {
             checker.ca(&format!("{at}.client_ca_file"), path);
         }
+        checker.serving_as_client(&at, terminate, &config.upstreams);
         let client_ca = terminate.client_ca_file.as_deref();
         checker.identities(&format!("{at}.identities"), &terminate.identities, client_ca);
     }
@@ -225,6 +227,28 @@ impl FileChecker<'_> {
         Some(loaded)
     }
 
+    /// Warns of a serving certificate with which its key logs in to the cluster, whose CA is that of the apiservers or of
+    /// their clients: kube-apiserver accepts it unless its extended key usages exclude `clientAuth`.
+    fn serving_as_client(&mut self, at: &str, terminate: &Terminate, upstreams: &[Upstream]) {
+        let Ok(serving) = self.loaded.serving_certificate(&terminate.tls.paths) else { return };
+        let Some((leaf, rest)) = serving.chain.split_first() else { return };
+        let Some(user) = serving.info.subject.common_name() else { return };
+        let authorities = upstreams.iter().filter_map(|upstream| upstream.tls.ca_file.as_ref());
+        let now = self.now.duration_since(UNIX_EPOCH).unwrap_or_default();
+        let now = UnixTime::since_unix_epoch(now);
+        for file in terminate.client_ca_file.iter().chain(authorities) {
+            let Ok(ca) = self.loaded.ca(file) else { continue };
+            if ca.roots.verify_client(leaf, rest, now).is_ok() {
+                let (path, ca) = (terminate.tls.paths.cert_file.display(), file.display());
+                let message = format!(
+                    "{path} is a client certificate of {ca}, too: its key logs in to the cluster as {user:?}; issue it \
+                     with extendedKeyUsage=serverAuth"
+                );
+                return self.warning(&format!("{at}.tls.cert_file"), message);
+            }
+        }
+    }
+
     /// Warns of names of connections that are passed through which are in the serving certificate of the listener, too:
     /// a client that connects by such a name gets the certificate of an apiserver.
     fn passthrough_names(&mut self, at: &str, names: &[String], serving: &LoadedCert) {
@@ -288,58 +312,106 @@ impl FileChecker<'_> {
     fn client_cert(&mut self, at: &str, paths: &CertPaths) -> Option<CertInfo> {
         let info = self.load(at, paths, LoadedFiles::certificate)?.info.clone();
         self.validity(&format!("{at}.cert_file"), &paths.cert_file, &info);
-        if info.subject.common_name().is_none() {
-            let message = "the certificate has no common name, which an apiserver takes as the \
-                           user name";
-            let file = paths.cert_file.display();
-            self.error(&format!("{at}.cert_file"), format!("{file}: {message}"));
-        }
+        self.common_name(&format!("{at}.cert_file"), &paths.cert_file, &info);
         Some(info)
     }
 
-    fn identities(&mut self, at: &str, identities: &[CertPaths], client_ca: Option<&Path>) {
-        let mut subjects: Vec<(usize, Subject)> = Vec::new();
-        for (i, paths) in identities.iter().enumerate() {
+    fn identities(&mut self, at: &str, identities: &[IdentitySource], client_ca: Option<&Path>) {
+        let mut found: Vec<(String, &IdentitySource, CertInfo)> = Vec::new();
+        for (i, source) in identities.iter().enumerate() {
             let at_item = format!("{at}[{i}]");
-            if is_incomplete(paths) {
+            if source.is_incomplete() {
                 continue;
             }
-            if let Err(error) = self.loaded.certificate(paths)
+            if let Err(error) = self.loaded.identity(source, client_certificate::load)
                 && error.is_missing()
             {
                 let file = error.path.display();
                 self.note(&at_item, format!("{file} does not exist yet; it is awaited"));
                 continue;
             }
-            let Some(info) = self.client_cert(&at_item, paths) else { continue };
+            let Some(info) = self.identity_info(&at_item, source) else { continue };
+            found.push((at_item, source, info));
+        }
+        for (i, (at_item, source, info)) in found.iter().enumerate() {
+            let rank = |info: &CertInfo| (info.validity(self.now), info.not_after);
+            let others = || found.iter().enumerate().filter(|(other, _)| *other != i);
+            let same = || others().filter(|(_, (.., other))| other.subject == info.subject);
+            // As `upstream::credentials::in_use`: of two that are equal, the first one.
+            let better = same().find(|(j, (.., other))| {
+                rank(other) > rank(info) || (rank(other) == rank(info) && *j < i)
+            });
+            let at_key = format!("{at_item}.{}", source.key());
+            if let Some((_, (better, ..))) = better {
+                let file = source.file().display();
+                let message =
+                    format!("{file} is not used: {better} has the same subject and expires later");
+                self.passed(&at_key, message);
+                continue;
+            }
+            self.validity(&at_key, source.file(), info);
             if info.is_version_1 {
                 let message =
-                    format!("{}: {VERSION_1}; {VERSION_1_EFFECT}", paths.cert_file.display());
-                self.warning(&format!("{at_item}.cert_file"), message);
+                    format!("{}: {VERSION_1}; {VERSION_1_EFFECT}", source.file().display());
+                self.warning(&at_key, message);
             } else {
-                self.client_refusal(&at_item, paths, client_ca);
+                self.client_refusal(&at_key, source, client_ca);
             }
-            let subject = info.subject;
-            if let Some((first, _)) = subjects.iter().find(|(_, known)| *known == subject) {
-                let message = format!("the same subject as {at}[{first}]: {subject}");
-                self.error(&format!("{at_item}.cert_file"), message);
+            self.copied_identity(&at_key, source, info);
+        }
+    }
+
+    /// Warns of a certificate that was copied from a kubeconfig. Its expiry has a warning of its own.
+    fn copied_identity(&mut self, at: &str, source: &IdentitySource, info: &CertInfo) {
+        if source.is_copy(Path::new(&self.file)) {
+            let (file, until) = (source.file().display(), Utc(info.not_after).seconds());
+            self.warning(at, format!("{file} (valid until {until}) is {COPIED_IDENTITY}"));
+        }
+    }
+
+    /// Reads the certificate of an identity, which needs a common name, as [`Self::client_cert`].
+    fn identity_info(&mut self, at: &str, source: &IdentitySource) -> Option<CertInfo> {
+        let at_key = format!("{at}.{}", source.key());
+        let loaded = match source {
+            IdentitySource::Files(paths) => self.load(at, paths, LoadedFiles::certificate)?,
+            IdentitySource::Kubeconfig(user) => {
+                self.key_mode(&at_key, &user.kubeconfig);
+                match self.loaded.identity(source, client_certificate::load) {
+                    Ok(loaded) => {
+                        self.pem_findings(&at_key, &loaded.skipped, &loaded.notes);
+                        loaded
+                    }
+                    Err(error) => {
+                        self.error(&at_key, error);
+                        return None;
+                    }
+                }
             }
-            subjects.push((i, subject));
+        };
+        self.common_name(&at_key, source.file(), &loaded.info);
+        Some(loaded.info.clone())
+    }
+
+    fn common_name(&mut self, at: &str, file: &Path, info: &CertInfo) {
+        if info.subject.common_name().is_none() {
+            let message = "the certificate has no common name, which an apiserver takes as the \
+                           user name";
+            self.error(at, format!("{}: {message}", file.display()));
         }
     }
 
     /// Warns if clients with the certificate of an identity are refused. One that has expired is reported already.
-    fn client_refusal(&mut self, at: &str, paths: &CertPaths, client_ca: Option<&Path>) {
+    fn client_refusal(&mut self, at: &str, source: &IdentitySource, client_ca: Option<&Path>) {
         let ca = client_ca.and_then(|file| self.loaded.ca(file).ok());
-        let (Some(ca), Ok(certificate)) = (ca, self.loaded.certificate(paths)) else { return };
+        let certificate = self.loaded.identity(source, client_certificate::load);
+        let (Some(ca), Ok(certificate)) = (ca, certificate) else { return };
         let Some((leaf, rest)) = certificate.chain.split_first() else { return };
         let now = self.now.duration_since(UNIX_EPOCH).unwrap_or_default();
         let now = UnixTime::since_unix_epoch(now);
         let Err(refusal) = ca.roots.verify_client(leaf, rest, now) else { return };
         if !matches!(refusal.kind, RefusalKind::Expired | RefusalKind::NotYetValid) {
-            let file = paths.cert_file.display();
-            let message = format!("{file}: {refusal}; clients that use it get 401");
-            self.warning(&format!("{at}.cert_file"), message);
+            let file = source.file().display();
+            self.warning(at, format!("{file}: {refusal}; clients that use it get 401"));
         }
     }
 
@@ -429,7 +501,7 @@ impl FileChecker<'_> {
         }
         let until = Utc(info.not_after).seconds();
         let text = format!("{}, valid until {until}", info.subject);
-        if is_renewal_overdue(info, self.now) {
+        if info.is_renewal_overdue(self.now) {
             self.note(at, format!("{text}: less than a tenth of its lifetime is left"));
         } else {
             self.passed(at, text);
@@ -461,11 +533,4 @@ fn is_world_readable(path: &Path) -> bool {
         path.metadata().is_ok_and(|metadata| metadata.permissions().mode() & bit != 0)
     };
     allows(&path, 0o004) && path.ancestors().skip(1).all(|directory| allows(directory, 0o001))
-}
-
-/// Whether a valid certificate should have been renewed already: kubelet renews with at least a
-/// tenth of the lifetime left, kubeadm and jackstay's local CA earlier.
-pub(super) fn is_renewal_overdue(info: &CertInfo, now: SystemTime) -> bool {
-    let span = |from: SystemTime, to: SystemTime| to.duration_since(from).unwrap_or_default();
-    span(now, info.not_after) < span(info.not_before, info.not_after) / 10
 }

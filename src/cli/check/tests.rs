@@ -3,10 +3,10 @@
 use std::fs;
 use std::time::{Duration, SystemTime};
 
+use jackstay_apiserver::pki::{Pki, kubeconfig};
 use jackstay_sys::files::PRIVATE;
 use rcgen::{CertificateParams, DnType, KeyPair};
 
-use super::files::is_renewal_overdue;
 use super::*;
 use crate::config::load;
 use crate::net::loaded_files::LoadedFiles;
@@ -102,9 +102,9 @@ fn check_files_certificate_near_expiry_is_noted() {
     let ca = load_ca(&dir.0.path().join("ok.crt")).unwrap().bundle.certificates[0].clone();
     let info = CertInfo { not_before: at(0), not_after: at(100), ..ca };
     assert!(
-        !is_renewal_overdue(&info, at(50))
-            && !is_renewal_overdue(&info, at(90))
-            && is_renewal_overdue(&info, at(91))
+        !info.is_renewal_overdue(at(50))
+            && !info.is_renewal_overdue(at(90))
+            && info.is_renewal_overdue(at(91))
     );
     dir.cert("late", "late", 2020, 2027);
     let (_, notes) = dir.check("token_file: DIR/token", "ok", &["late"]);
@@ -116,7 +116,6 @@ fn check_files_certificate_near_expiry_is_noted() {
 #[test]
 fn check_files_bad_file_is_reported_at_its_key() {
     let dir = dir();
-    dir.cert("twin", "system:node:n1", 2020, 2040);
     dir.cert("unnamed", "", 2020, 2040);
     dir.cert("mixed", "mixed", 2020, 2040);
     fs::copy(dir.0.path().join("ok.key"), dir.0.path().join("mixed.key")).unwrap();
@@ -124,7 +123,7 @@ fn check_files_bad_file_is_reported_at_its_key() {
     dir.write("broken.key", "hello");
     dir.write("token", " \n");
     let (errors, _) =
-        dir.check("token_file: DIR/token", "none", &["node", "mixed", "broken", "twin", "unnamed"]);
+        dir.check("token_file: DIR/token", "none", &["node", "mixed", "broken", "unnamed"]);
     assert_eq!(
         errors,
         [
@@ -137,9 +136,7 @@ fn check_files_bad_file_is_reported_at_its_key() {
              belong to the certificate in mixed.crt",
             "c.yaml: listeners[0].identities[2].cert_file: broken.crt: contains no certificate \
              (PEM, -----BEGIN CERTIFICATE-----)",
-            "c.yaml: listeners[0].identities[3].cert_file: the same subject as \
-             listeners[0].identities[0]: CN=system:node:n1",
-            "c.yaml: listeners[0].identities[4].cert_file: unnamed.crt: the certificate has no \
+            "c.yaml: listeners[0].identities[3].cert_file: unnamed.crt: the certificate has no \
              common name, which an apiserver takes as the user name",
         ]
     );
@@ -408,4 +405,111 @@ fn check_command_result_has_counts_or_errors() {
     fs::remove_file(dir.0.path().join("ok.key")).unwrap();
     let result = run("c.yaml");
     assert_eq!((result.ok, result.errors.len()), (false, 1), "{result:?}");
+}
+
+#[test]
+fn check_files_warns_of_a_copied_identity_unless_a_renewed_one_has_the_subject() {
+    let dir = dir();
+    dir.cert("client", "system:node:n1", 2020, 2040);
+    let (errors, notes) = dir.check("", "ok", &["client"]);
+    let warning = "listeners[0].identities[0].cert_file: client.crt (valid until 2040-01-01T00:00:00Z) is a copy";
+    assert!(errors.is_empty() && notes.iter().any(|note| note.contains(warning)), "{notes:#?}");
+    dir.cert("rotated", "system:node:n1", 2021, 2041);
+    let (errors, notes) = dir.check("", "ok", &["client", "rotated"]);
+    let superseded =
+        "client.crt is not used: listeners[0].identities[1] has the same subject and expires later";
+    assert!(errors.is_empty() && notes.iter().any(|note| note.contains(superseded)), "{notes:#?}");
+    assert!(!notes.iter().any(|note| note.contains("is a copy")), "{notes:#?}");
+    // One that has expired is not chosen over a valid one.
+    dir.cert("client", "system:node:n1", 2020, 2021);
+    let (_, notes) = dir.check("", "ok", &["client", "rotated"]);
+    assert!(!notes.iter().any(|note| note.contains("expired")), "{notes:#?}");
+}
+
+#[test]
+fn check_files_reads_an_identity_from_a_kubeconfig() {
+    let dir = dir();
+    let pki = Pki::new("kubernetes").unwrap();
+    let admin = pki.client(&jackstay_apiserver::pki::Subject::admin()).unwrap();
+    dir.write("ca.crt", &pki.ca_pem());
+    let text = kubeconfig("https://10.0.0.1:6443", &pki.ca_pem(), Some(&admin), None);
+    let path = dir.0.path().join("admin.conf");
+    let write = |text: &str| jackstay_sys::files::replace(&path, text.as_bytes(), PRIVATE).unwrap();
+    let check = |identity: &str| {
+        let at = dir.0.path().display();
+        let yaml = format!(
+            "upstreams: [{{name: u, endpoints: ['10.0.0.1:6443'], tls: {{ca_file: {at}/ca.crt}}}}]\n\
+             listeners: [{{name: l, bind: ['127.0.0.1:0'], upstream: u, client_ca_file: {at}/ca.crt, \
+             tls: {{cert_file: {at}/ok.crt, key_file: {at}/ok.key}}, identities: [{identity}]}}]\n"
+        );
+        dir.write("c.yaml", &yaml);
+        let file = dir.0.path().join("c.yaml");
+        let loaded = load(&file, [], &Overrides::default());
+        let config = loaded.map_err(|errors| errors.to_string())?.config;
+        let found = check_files(&file, &config, SystemTime::now());
+        let errors: Vec<String> = found.errors.iter().map(ToString::to_string).collect();
+        Ok::<_, String>((errors.join("\n"), [found.passed_checks, found.notes].concat().join("\n")))
+    };
+    let of_user = |user: &str| format!("{{kubeconfig: {}{user}}}", path.display());
+    for user in ["", ", user: demo"] {
+        let (errors, notes) = {
+            write(&text);
+            check(&of_user(user)).unwrap()
+        };
+        assert!(errors.is_empty() && notes.contains("CN=kubernetes-admin"), "{errors}{notes}");
+    }
+    let (errors, _) = check(&of_user(", user: other")).unwrap();
+    assert!(
+        errors.contains("identities[0].kubeconfig: ") && errors.contains("has no user \"other\""),
+        "{errors}"
+    );
+    write(&kubeconfig("https://10.0.0.1:6443", &pki.ca_pem(), None, Some("s3cret")));
+    let (errors, _) = check(&of_user("")).unwrap();
+    assert!(
+        errors.contains("user \"demo\" has no client certificate") && !errors.contains("s3cret"),
+        "{errors}"
+    );
+    std::fs::remove_file(&path).unwrap();
+    let (errors, notes) = check(&of_user("")).unwrap();
+    assert!(
+        errors.is_empty() && notes.contains("admin.conf does not exist yet; it is awaited"),
+        "{errors}{notes}"
+    );
+    for (identity, expected) in [
+        ("{user: demo}", "identities[0].user: needs kubeconfig"),
+        (
+            "{kubeconfig: /k, cert_file: /c}",
+            "identities[0].cert_file: is not possible beside kubeconfig",
+        ),
+        ("{kubeconfig: ''}", "identities[0].kubeconfig: "),
+        (
+            "{kubeconfig: /k}, {kubeconfig: /k}",
+            "the same certificate as listeners[0].identities[0]",
+        ),
+    ] {
+        let error = check(identity).unwrap_err();
+        assert!(error.contains(expected), "{identity}: {error}");
+    }
+}
+
+#[test]
+fn check_files_warns_of_a_serving_certificate_that_is_one_of_a_client() {
+    let dir = dir();
+    let warning = "is a client certificate of";
+    // Signed by the CA of the cluster without usages, as an earlier recipe did, and for servers alone.
+    let bundle = |name: &str| fs::read_to_string(dir.0.path().join(name)).unwrap();
+    dir.write("ca.crt", &(bundle("ca.crt") + &bundle("ok.crt")));
+    let (errors, notes) = dir.check("", "ok", &["node"]);
+    let found = notes.iter().find(|note| note.contains(warning));
+    assert!(
+        errors.is_empty() && found.is_some_and(|note| note.contains("as \"localhost\"")),
+        "{notes:#?}"
+    );
+    let pki = Pki::new("kubernetes").unwrap();
+    let server = pki.server().unwrap();
+    dir.write("ca.crt", &(pki.ca_pem() + &bundle("node.crt")));
+    dir.write("ok.crt", &server.cert_pem);
+    dir.write("ok.key", &server.key_pem);
+    let (errors, notes) = dir.check("", "ok", &["node"]);
+    assert!(errors.is_empty() && !notes.iter().any(|note| note.contains(warning)), "{notes:#?}");
 }

@@ -76,6 +76,8 @@ impl Preparation {
             endpoints: args.endpoints.clone(),
             config: CONFIG.into(),
             state: STATE.into(),
+            // The manifest mounts the directory of kubelet's certificates, not that of its kubeconfig.
+            kubeconfig_is_hidden: args.form == ServiceForm::StaticPod,
         };
         let paths = KubeconfigPaths::from_env(Some(kubelet.kubeconfig.clone()));
         let files = KubeconfigFiles::load(&paths)?;

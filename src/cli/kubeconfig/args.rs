@@ -74,9 +74,12 @@ pub(in crate::cli) struct KubeconfigArgs {
     /// Name of this machine in the serving certificate; default its host name (terminate).
     #[arg(long, value_name = "NAME")]
     pub(super) node_name: Option<String>,
-    /// The directory in which jackstay saves endpoints; default `state` beside the configuration.
+    /// The directory in which jackstay saves endpoints; default that of the existing configuration, else `state` beside it.
     #[arg(skip)]
     pub(super) state_dir: Option<PathBuf>,
+    /// Whether jackstay will not see the kubeconfig, so that a certificate in it must be copied.
+    #[arg(skip)]
+    pub(super) kubeconfig_is_hidden: bool,
     #[command(flatten)]
     pub(super) output: OutputArgs,
 }
@@ -96,6 +99,8 @@ pub(in crate::cli) struct NodeSetup {
     pub(in crate::cli) config: PathBuf,
     /// The directory in which jackstay saves endpoints.
     pub(in crate::cli) state: PathBuf,
+    /// Whether jackstay will not see the kubeconfig.
+    pub(in crate::cli) kubeconfig_is_hidden: bool,
 }
 
 impl KubeconfigArgs {
@@ -122,6 +127,7 @@ impl KubeconfigArgs {
             tls_server_name: None,
             node_name: None,
             state_dir: Some(setup.state.clone()),
+            kubeconfig_is_hidden: setup.kubeconfig_is_hidden,
             output: OutputArgs { format: OutputFormat::Text },
         }
     }

@@ -4,7 +4,6 @@
 //! certificate would suggest a protection that does not exist.
 
 use std::convert::Infallible;
-use std::path::PathBuf;
 use std::time::Duration;
 
 use jackstay_core::discovery::address::{is_dns_name, quote};
@@ -13,8 +12,9 @@ use crate::config::address::parse_bind;
 use crate::config::destination::Destination;
 use crate::config::heartbeat::HeartbeatResource;
 use crate::config::listener::{
-    CertPaths, DestinationRoute, FlowSettings, Limits, Listener, Mode, PassedThrough, Passthrough,
-    RequestLimits, Route, SOURCE_PREFIX_V6, ServingCert, Terminate, TerminateLimits,
+    CertPaths, DestinationRoute, FlowSettings, IdentitySource, KubeconfigUser, Limits, Listener,
+    Mode, PassedThrough, Passthrough, RequestLimits, Route, SOURCE_PREFIX_V6, ServingCert,
+    Terminate, TerminateLimits,
 };
 use crate::config::node::{Fields, Node};
 use crate::config::report::Located;
@@ -292,21 +292,45 @@ fn server_name(text: &str, of_ip: fn(String) -> ValueError) -> Result<String, Va
     Ok(text.to_ascii_lowercase())
 }
 
-fn identities(node: &Node<'_>) -> Vec<CertPaths> {
-    let mut known: Vec<Located<PathBuf>> = Vec::new();
+fn identities(node: &Node<'_>) -> Vec<IdentitySource> {
+    let mut known: Vec<Located<IdentitySource>> = Vec::new();
     let mut identities = Vec::new();
     for item in node.items() {
         let mut fields = item.fields();
-        let (cert, paths) = cert_paths(&mut fields, true);
+        let (at, source) = identity(&mut fields);
         fields.finish();
-        let same = known.iter().find(|(_, cert)| *cert == paths.cert_file);
-        if let Some((first, _)) = same.filter(|_| !paths.cert_file.as_os_str().is_empty()) {
-            cert.error(format!("the same certificate as {first}"));
+        let is_same = |other: &IdentitySource| match (other, &source) {
+            (IdentitySource::Files(other), IdentitySource::Files(paths)) => {
+                other.cert_file == paths.cert_file
+            }
+            (other, source) => other == source,
+        };
+        let same = known.iter().find(|(_, other)| is_same(other));
+        if let Some((first, _)) = same.filter(|_| !source.file().as_os_str().is_empty()) {
+            at.error(format!("the same certificate as {first}"));
         }
-        known.push((cert.path, paths.cert_file.clone()));
-        identities.push(paths);
+        known.push((at.path, source.clone()));
+        identities.push(source);
     }
     identities
+}
+
+/// The source of an identity, and the node that names it: `cert_file` and `key_file`, or `kubeconfig` and `user`.
+fn identity<'a>(fields: &mut Fields<'a>) -> (Node<'a>, IdentitySource) {
+    if !fields.has("kubeconfig") {
+        fields.refuse("user", "needs kubeconfig, whose user it names");
+        let (cert, paths) = cert_paths(fields, true);
+        return (cert, paths.into());
+    }
+    for key in ["cert_file", "key_file"] {
+        fields
+            .refuse(key, "is not possible beside kubeconfig, which holds or names the certificate");
+    }
+    let (kubeconfig, user) = (fields.get("kubeconfig"), fields.get("user"));
+    let file = kubeconfig.required_file().unwrap_or_default();
+    let user = user.parse("text: the name of a user", |text| Ok::<_, Infallible>(text.to_owned()));
+    let user = user.filter(|user| !user.is_empty());
+    (kubeconfig, IdentitySource::Kubeconfig(KubeconfigUser { kubeconfig: file, user }))
 }
 
 /// The local CA that renews the serving certificate.

@@ -3,10 +3,13 @@
 use std::sync::Arc;
 use std::time::SystemTime;
 
+use jackstay_sys::utc::wall_clock;
+
 use crate::net::tls::ca_bundle::CaBundle;
 use crate::net::tls::serving::ServingTls;
 use crate::observe::{CertificateExpiry, Metrics};
 use crate::upstream::Upstream;
+use crate::upstream::credentials::{IdentitySlot, is_superseded};
 
 /// One certificate or file, as the metrics show it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -24,11 +27,16 @@ pub struct CertificateState {
 /// The identities, the CA bundle and the token for probes of an upstream.
 pub fn of_upstream(upstream: &Upstream) -> Vec<CertificateState> {
     let credentials = &upstream.credentials;
-    let slots = credentials.slots();
+    let (slots, now) = (credentials.slots(), wall_clock());
+    // The expiry of a certificate whose subject is served with another one has no effect.
+    let in_use = |slot: &Arc<IdentitySlot>| !is_superseded(slot, &slots, now);
     let identities = slots.iter().map(|slot| CertificateState {
         kind: "identity",
-        name: slot.paths.cert_file.display().to_string(),
-        validity: slot.certificate().map(|info| (info.not_before, info.not_after)),
+        name: slot.source.to_string(),
+        validity: slot
+            .certificate()
+            .filter(|_| in_use(slot))
+            .map(|info| (info.not_before, info.not_after)),
         is_reloaded: !slot.has_file_error(),
     });
     let bundle = credentials.ca_bundle().map(|(bundle, _)| bundle);

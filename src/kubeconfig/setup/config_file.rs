@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use serde::Serialize;
 
 use super::plan::SetupMode;
-use crate::config::CertPaths;
+use crate::config::{CertPaths, IdentitySource};
 
 /// The configuration file. The keys that it does not contain keep their defaults.
 #[derive(Serialize)]
@@ -68,7 +68,7 @@ pub(super) struct ListenerSection {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) client_ca_file: Option<PathBuf>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub(super) identities: Vec<CertPaths>,
+    pub(super) identities: Vec<IdentitySource>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(super) passthrough_server_names: Vec<String>,
 }

@@ -163,6 +163,8 @@ mod tests {
             shared_name: None,
             ca_file: None,
             client_ca_file: None,
+            user_file: None,
+            awaited: None,
             node_name: "node-1".into(),
             now: wall_clock(),
             state: None,

@@ -195,6 +195,24 @@ impl CertInfo {
         }
     }
 
+    /// Whether a valid certificate should have been renewed already: kubelet renews with at least a tenth of the
+    /// lifetime left (`jitteryDuration` in client-go's `certificate_manager.go`), kubeadm and jackstay's local CA earlier.
+    pub fn is_renewal_overdue(&self, now: SystemTime) -> bool {
+        let span = |from: SystemTime, to: SystemTime| to.duration_since(from).unwrap_or_default();
+        span(now, self.not_after) < span(self.not_before, self.not_after) / 10
+    }
+
+    /// The warning that a valid certificate should have been renewed already; `None` if it is not overdue.
+    pub fn renewal_overdue(&self, now: SystemTime) -> Option<String> {
+        (self.validity(now) == Validity::Valid && self.is_renewal_overdue(now)).then(|| {
+            format!(
+                "certificate expires in {}, on {}: less than a tenth of its lifetime is left, and it was not renewed",
+                format_span(self.not_after.duration_since(now).unwrap_or_default()),
+                format_seconds(self.not_after)
+            )
+        })
+    }
+
     /// An error naming `path` unless the certificate is valid at `now`.
     pub fn check_time(&self, path: &Path, now: SystemTime) -> Result<(), TlsFileError> {
         let (problem, message) = match self.validity(now) {

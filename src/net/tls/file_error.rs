@@ -40,11 +40,12 @@ impl TlsFileError {
     }
 
     /// The content is not a valid certificate, key or CA.
-    pub(super) fn invalid(path: &Path, message: impl fmt::Display) -> Self {
+    pub fn invalid(path: &Path, message: impl fmt::Display) -> Self {
         Self::new(path, TlsFileProblem::Other, message)
     }
 
-    pub(super) fn io(path: &Path, error: &std::io::Error) -> Self {
+    /// The file cannot be read.
+    pub fn io(path: &Path, error: &std::io::Error) -> Self {
         let problem = match error.kind() {
             std::io::ErrorKind::NotFound => TlsFileProblem::Missing,
             _ => TlsFileProblem::Other,

@@ -12,7 +12,7 @@ use std::collections::hash_map::DefaultHasher;
 use std::fmt;
 use std::hash::{Hash, Hasher};
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use jackstay_sys::files;
@@ -46,6 +46,8 @@ pub struct LoadedCert {
     pub info: CertInfo,
     /// Hash of the contents of the files, which distinguishes a changed file from a touched one.
     pub fingerprint: u64,
+    /// The files from which it was read, besides those that the configuration names.
+    pub more_files: Vec<PathBuf>,
     /// Certificates of the file that are not read: sentences with file, line, reason and remedy.
     pub skipped: Vec<String>,
     /// Forms that jackstay reads and programs in Go do not: sentences with file and line.
@@ -147,6 +149,7 @@ pub fn cert_from_pem(
         certified,
         info,
         fingerprint,
+        more_files: Vec::new(),
         skipped: certificates.skipped,
         notes,
         key,

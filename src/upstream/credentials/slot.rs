@@ -1,12 +1,13 @@
 //! One configured identity: its files and the last valid credential in them.
 
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
 
 use arc_swap::ArcSwapOption;
 
 use super::client_tls::ClientTls;
-use crate::config::CertPaths;
+use crate::config::IdentitySource;
 use crate::net::tls::certificate::{CertInfo, Subject, VERSION_1, VERSION_1_EFFECT, Validity};
 use crate::net::tls::file_error::TlsFileError;
 use crate::net::tls::pem_files::LoadedCert;
@@ -14,8 +15,8 @@ use crate::net::tls::pem_files::LoadedCert;
 /// A configured identity. Its files may not exist yet.
 #[derive(Debug)]
 pub struct IdentitySlot {
-    /// The files of the certificate and its key.
-    pub paths: CertPaths,
+    /// The files of the certificate and its key, or the kubeconfig of its user.
+    pub source: IdentitySource,
     pub(super) current: ArcSwapOption<Identity>,
     error: Mutex<Option<SlotError>>,
 }
@@ -32,6 +33,8 @@ pub enum IdentityState {
     Expired,
     /// The loaded certificate is not valid yet.
     NotYetValid,
+    /// Another identity of the listener has the same subject, and its certificate is used: it expires later.
+    Superseded,
 }
 
 impl IdentityState {
@@ -42,6 +45,7 @@ impl IdentityState {
             Self::Awaited => "awaited",
             Self::Expired => "expired",
             Self::NotYetValid => "not yet valid",
+            Self::Superseded => "superseded",
         }
     }
 }
@@ -71,12 +75,19 @@ impl Identity {
 }
 
 impl IdentitySlot {
-    pub(super) fn new(paths: &CertPaths) -> Arc<Self> {
+    pub(super) fn new(source: &IdentitySource) -> Arc<Self> {
         Arc::new(Self {
-            paths: paths.clone(),
+            source: source.clone(),
             current: ArcSwapOption::empty(),
             error: Mutex::new(None),
         })
+    }
+
+    /// The paths of its files, also of those that its kubeconfig names.
+    pub(super) fn files(&self) -> Vec<PathBuf> {
+        let configured = self.source.files().into_iter().map(Path::to_owned);
+        let more = self.loaded().map(|loaded| loaded.more_files.clone());
+        configured.chain(more.into_iter().flatten()).collect()
     }
 
     /// The loaded certificate with its chain, which may have expired.
@@ -118,16 +129,23 @@ impl IdentitySlot {
         (identity.certificate.info.subject == *subject).then_some(identity.number)
     }
 
-    /// Why the content of the files is not in use, why the certificate in use is not valid at `now`, and why
-    /// clients that present the same certificate are refused.
+    /// Why the content of the files is not in use, why the certificate in use is not valid at `now` or is to end without
+    /// a renewal, and why clients that present the same certificate are refused.
     pub fn error(&self, now: SystemTime) -> Option<String> {
         let info = self.certificate();
-        let invalid = info.as_ref().and_then(|info| info.invalidity(now));
+        let invalid = info
+            .as_ref()
+            .and_then(|info| info.invalidity(now).or_else(|| info.renewal_overdue(now)));
         let version_1 = info.filter(|info| info.is_version_1);
         let version_1 = version_1.map(|_| format!("{VERSION_1}; {VERSION_1_EFFECT}"));
         let error = self.last_error().as_ref().map(|error| error.text.clone());
         let all: Vec<String> = [invalid, version_1, error].into_iter().flatten().collect();
         (!all.is_empty()).then(|| all.join("; "))
+    }
+
+    /// Why the content of the files is not in use, also while they are awaited.
+    pub fn file_error(&self) -> Option<String> {
+        self.last_error().as_ref().map(|error| error.text.clone())
     }
 
     /// Whether the content of the files is not in use, although they are not awaited. The files may have been
@@ -156,4 +174,33 @@ impl IdentitySlot {
         let previous = self.last_error().replace(SlotError { text: text.clone(), is_awaited });
         previous.is_none_or(|previous| previous.text != text).then_some(text)
     }
+}
+
+/// The slot whose certificate of `subject` is used at `now`: one that is valid rather than not valid yet, and of these
+/// the one that expires last. `None` if every certificate of the subject has expired.
+pub fn in_use(
+    slots: &[Arc<IdentitySlot>],
+    subject: &Subject,
+    now: SystemTime,
+) -> Option<Arc<IdentitySlot>> {
+    let mut best: Option<(&Arc<IdentitySlot>, (Validity, SystemTime))> = None;
+    for slot in slots {
+        let Some(identity) = slot.usable(now) else { continue };
+        let info = &identity.certificate.info;
+        let rank = (info.validity(now), info.not_after);
+        if info.subject == *subject && best.as_ref().is_none_or(|(_, other)| *other < rank) {
+            best = Some((slot, rank));
+        }
+    }
+    best.map(|(slot, _)| Arc::clone(slot))
+}
+
+/// Whether another one of `slots` has the subject of `slot`, and its certificate is used at `now`.
+pub fn is_superseded(
+    slot: &Arc<IdentitySlot>,
+    slots: &[Arc<IdentitySlot>],
+    now: SystemTime,
+) -> bool {
+    let Some(info) = slot.certificate() else { return false };
+    in_use(slots, &info.subject, now).is_some_and(|used| !Arc::ptr_eq(&used, slot))
 }

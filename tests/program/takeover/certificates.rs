@@ -43,7 +43,7 @@ async fn expired_identity_blocks_neither_takeover_nor_reload_nor_start() {
     setup.cluster.state.add_token("bootstrap", User::new("system:bootstrap:a", &[]));
     let node = setup.cluster.certs.pki.client(&Subject::node("n1")).unwrap();
     let paths = expired_node(&setup);
-    setup.change(|config| terminate_mode(config).identities.push(paths));
+    setup.change(|config| terminate_mode(config).identities.push(paths.into()));
 
     let new = setup.start(&["--take-over"]);
     let mut old = setup.replace(new);
@@ -120,7 +120,7 @@ async fn log_warns_when_an_identity_expires_and_of_version_1_clients() {
     let version_1 = certs.pki.client_version_1(&Subject::node("n2")).unwrap();
     let version_1 = certs.anonymous().certificate(&version_1);
     let paths = CertPaths { cert_file, key_file };
-    setup.change(|config| terminate_mode(config).identities.push(paths));
+    setup.change(|config| terminate_mode(config).identities.push(paths.into()));
     let new = setup.start(&["--take-over"]);
     setup.replace(new).wait_output("draining: a new process has taken over").await;
 

@@ -15,8 +15,8 @@ impl View {
 
     /// The state and the expiry of a serving certificate or an identity.
     pub(super) fn certificate(&self, kind: &str, certificate: &Value) -> Cell {
-        let name =
-            certificate["subject"].as_str().unwrap_or_else(|| text_at(certificate, "cert_file"));
+        let files = ["subject", "cert_file", "kubeconfig"].into_iter();
+        let name = files.filter_map(|key| certificate[key].as_str()).next().unwrap_or_default();
         let text = format!("{kind} {} {name}", text_at(certificate, "state"));
         let error = certificate["error"].as_str();
         // That of any other state says when the certificate expired, or that there is none.
@@ -27,7 +27,8 @@ impl View {
         let expiry = left.map_or(String::new(), |left| {
             format!(", expires in {}", format_age(left.unwrap_or_default()))
         });
-        match error {
+        let note = certificate["note"].as_str();
+        match error.or(note) {
             Some(error) => Cell::text(format!("{text}{expiry}: {error}")).tone(Tone::Warn),
             None => Cell::text(format!("{text}{expiry}")).tone(Tone::Dim),
         }

@@ -26,7 +26,8 @@ use crate::doctor::target::{
     TargetError, Trust, root_of_context, root_of_url,
 };
 use crate::doctor::{examine, findings, report};
-use crate::install::kubelet;
+use crate::install::{bypass, kubelet};
+use crate::install::systemd::Systemd;
 use crate::kubeconfig::{
     KubeconfigError, KubeconfigFiles, KubeconfigPaths, ResolveError, ResolvedContext, ServerUrl,
     ServerUrlError,
@@ -253,11 +254,12 @@ fn plan_of_config(file: &Path) -> Result<ExaminationPlan, DoctorError> {
     };
     Ok(match config::load(file, config::environment(), &Overrides::default()) {
         Ok(loaded) => match target::of_config(&loaded.config) {
-            Ok(plan) => ExaminationPlan {
-                running: running_addresses(loaded.config.admin.bind),
-                notes: check::check_files(file, &loaded.config, SystemTime::now()).warnings,
-                ..plan
-            },
+            Ok(plan) => {
+                let mut notes = check::check_files(file, &loaded.config, SystemTime::now()).warnings;
+                notes.extend(bypass::note(Path::new("/proc"), &Systemd));
+                let running = running_addresses(loaded.config.admin.bind);
+                ExaminationPlan { running, notes, ..plan }
+            }
             Err(error) => invalid(vec![error.to_string()]),
         },
         Err(errors) => invalid(errors.0.iter().map(ToString::to_string).collect()),

@@ -7,6 +7,7 @@
 //! ```
 //!
 //! * [`kubelet`] finds kubelet: its unit, its kubeconfig, its directory of static pods.
+//! * [`bypass`] finds a kubelet whose kubeconfig was written again and names another server.
 //! * [`host`] says where the program can stay, and which hosts need another way.
 //! * [`service`] renders the units or the manifest, from the files in `deploy/`.
 //! * [`journal`] stores on disk, before the first change, every path that will change with its old content, and every
@@ -19,6 +20,7 @@
 //! An interrupted change is undone by the first of these: the guard, which waits until the installing process ends; the
 //! recovery unit, which runs at boot before kubelet; the next `jackstay install` or `jackstay uninstall`.
 
+pub mod bypass;
 pub mod host;
 pub mod journal;
 pub mod kubelet;

@@ -132,15 +132,15 @@ pub fn find(proc: &Path, manager: &impl ServiceManager) -> Result<Kubelet, Kubel
             !embedding.iter().any(|(program, _)| is_part_of(kubelet, program, &processes))
         })
         .collect();
+    let unit = |kubelet| unit::unit_of(kubelet, &processes, &unit::main_processes(manager));
     match (own.as_slice(), embedding.first()) {
-        ([kubelet], _) => {
-            let unit = unit::unit_of(kubelet, &processes, &unit::main_processes(manager));
-            of_process(proc, kubelet, unit)
-        }
-        ([], Some((_, name))) => {
-            let (_, page) = PAGES.iter().find(|(program, _)| program == name).unwrap_or(&PAGES[0]);
-            Err(KubeletError::Embedded((*name).to_owned(), page))
-        }
+        ([kubelet], None) => of_process(proc, kubelet, unit(kubelet)),
+        // A kubelet without a service of its own does not count against a program that contains one.
+        ([kubelet], Some((_, name))) => match unit(kubelet) {
+            Some(unit) => of_process(proc, kubelet, Some(unit)),
+            None => Err(embedded(name)),
+        },
+        ([], Some((_, name))) => Err(embedded(name)),
         ([], None) => {
             let contained = programs()
                 .filter(|(process, program)| process.contained && is_kubelet(process, *program));
@@ -153,6 +153,11 @@ pub fn find(proc: &Path, manager: &impl ServiceManager) -> Result<Kubelet, Kubel
         }
         (several, _) => Err(KubeletError::Several(several.iter().map(|one| one.pid).collect())),
     }
+}
+
+fn embedded(name: &str) -> KubeletError {
+    let (_, page) = PAGES.iter().find(|(program, _)| *program == name).unwrap_or(&PAGES[0]);
+    KubeletError::Embedded(name.to_owned(), page)
 }
 
 /// Whether a kubelet was started by a program, as by k0s and RKE2: it is a descendant, or in the same service.
@@ -391,6 +396,11 @@ mod tests {
         let server = "0::/system.slice/k3s.service\n";
         let dir = proc(&[KUBELET, (9, &["/usr/local/bin/k3s server"], server)]);
         assert_eq!(find(dir.path(), &NO_UNITS).unwrap().unit, "kubelet.service");
+
+        let session = (7, &["kubelet", "--kubeconfig=/k"][..], "0::/session-1.scope\n");
+        let dir = proc(&[session, (9, &["/usr/local/bin/k3s server"], server)]);
+        let error = find(dir.path(), &NO_UNITS).unwrap_err().to_string();
+        assert!(error.contains("part of k3s"), "{error}");
 
         // k0s moves its kubelet to no service of its own: it is a child.
         let moved = (10, &["/var/lib/k0s/bin/kubelet", "--kubeconfig=/k"][..], "0::/kube.slice\n");

@@ -17,6 +17,8 @@ mod kubeconfig;
 mod manual;
 mod options;
 mod probe;
+#[cfg(feature = "doctor")]
+mod removal;
 mod run;
 mod status;
 mod upgrade;
@@ -95,6 +97,10 @@ enum Command {
     #[cfg(not(feature = "doctor"))]
     #[command(hide = true)]
     Uninstall(MissingArgs),
+    /// Whether the package can be removed, for its scripts.
+    #[cfg(feature = "doctor")]
+    #[command(hide = true)]
+    Removable(removal::RemovalArgs),
     /// Starts the process that takes over from a running one (SIGUSR2), which must not start programs.
     #[command(hide = true)]
     Launcher(upgrade::LauncherArgs),
@@ -167,6 +173,12 @@ pub fn check_arguments(arguments: &[OsString]) -> Result<(), String> {
     parse(arguments).map(drop).map_err(|error| error.to_string())
 }
 
+/// Makes the modes of written files exact. With a umask of 077, which hardening guides ask for, other users could not run
+/// the program and a unit with `DynamicUser=yes` could not read the configuration. Files with keys are written with 0600.
+fn permit_reading() {
+    rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o022));
+}
+
 /// Runs the command line of this process.
 pub fn main() -> ExitCode {
     let arguments: Vec<_> = env::args_os().collect();
@@ -187,13 +199,21 @@ pub fn main() -> ExitCode {
         Command::Demo(args) => demo::run(&args),
         #[cfg(not(feature = "demo"))]
         Command::Demo(_) => missing("demo", std::io::stderr()),
-        Command::Kubeconfig(args) => kubeconfig::run(&args),
+        Command::Kubeconfig(args) => {
+            permit_reading();
+            kubeconfig::run(&args)
+        }
+        #[cfg(feature = "doctor")]
+        Command::Removable(args) => removal::run(&args),
         #[cfg(feature = "doctor")]
         Command::Doctor(args) => doctor::run(&args),
         #[cfg(not(feature = "doctor"))]
         Command::Doctor(_) => missing("doctor", std::io::stderr()),
         #[cfg(feature = "doctor")]
-        Command::Install(args) => install::run(&args),
+        Command::Install(args) => {
+            permit_reading();
+            install::run(&args)
+        }
         #[cfg(feature = "doctor")]
         Command::Uninstall(args) => install::run_uninstall(&args),
         #[cfg(not(feature = "doctor"))]

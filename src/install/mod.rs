@@ -21,6 +21,7 @@
 //! recovery unit, which runs at boot before kubelet; the next `jackstay install` or `jackstay uninstall`.
 
 pub mod bypass;
+pub mod dependents;
 pub mod host;
 pub mod journal;
 pub mod kubelet;

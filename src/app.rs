@@ -42,6 +42,7 @@ mod workers;
 use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 
 use jackstay_core::admission::MemoryBudget;
@@ -72,6 +73,8 @@ pub struct App {
     predecessor: Option<Predecessor>,
     /// Whether sockets may come from a service manager.
     manager_sockets: bool,
+    /// The addresses of inherited sockets that no listener uses.
+    unused_sockets: Vec<SocketAddr>,
     /// Whether the takeover socket belongs to another process that this one replaces.
     replaces: bool,
     sandbox: Option<Arc<ProcessSandbox>>,
@@ -138,6 +141,7 @@ impl App {
             follower,
             predecessor,
             manager_sockets,
+            unused_sockets,
             replaces,
             sandbox,
         } = self;
@@ -145,6 +149,7 @@ impl App {
         let (close, closed) = watch::channel(false);
         let (force, forced) = watch::channel(false);
         let (replaced, is_replaced) = watch::channel(false);
+        let restarts = Arc::new(AtomicBool::new(false));
         let (reload, requests) = unbounded_channel();
         let (stop, stopped) = oneshot::channel();
         let WorkerThreads { commands, threads, liveness } = {
@@ -189,9 +194,11 @@ impl App {
             follower,
             requests,
             draining,
+            restarts: Arc::clone(&restarts),
             sockets_closed: close,
             predecessor,
             manager_sockets,
+            unused_sockets,
             replaces,
             replaced,
         };
@@ -200,6 +207,7 @@ impl App {
             .spawn(move || control.run(stopped))?;
         Ok(Running {
             drain,
+            restarts,
             force: Arc::new(force),
             reload,
             replaced: is_replaced,
@@ -229,6 +237,7 @@ fn log_addresses(active: &ActiveConfig) {
 /// A process that serves. Dropping it drains it.
 pub struct Running {
     drain: watch::Sender<bool>,
+    restarts: Arc<AtomicBool>,
     force: Arc<watch::Sender<bool>>,
     reload: UnboundedSender<ReloadRequest>,
     replaced: watch::Receiver<bool>,
@@ -258,6 +267,13 @@ impl Running {
     /// Starts the drain: stops accepting, then sends GOAWAY to clients and ends watches.
     pub fn drain(&self) {
         self.drain.send_replace(true);
+    }
+
+    /// Makes the drain that follows the one of a restart: the service manager starts another process when this one has
+    /// ended, and keeps the listening sockets meanwhile. So new connections wait in the accept queues, and the drain is
+    /// short. Without a service manager that keeps them this changes nothing.
+    pub fn restarts(&self) {
+        self.restarts.store(true, Ordering::Release);
     }
 
     /// Returns a function that closes all connections at once. It also works while [`Running::stop`] waits

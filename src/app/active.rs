@@ -8,11 +8,11 @@
 use std::collections::HashMap;
 use std::io;
 use std::net::SocketAddr;
-use std::os::fd::OwnedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use jackstay_core::admission::{DEFAULT_LIMIT, MemoryBudget};
-use jackstay_sys::process::inherited_sockets::InheritedSockets;
+use jackstay_sys::process::inherited_sockets::{InheritedSockets, stored_name};
 use jackstay_sys::process::memory_limit;
 use jackstay_sys::sockets::connector::Connector;
 
@@ -63,6 +63,12 @@ impl ActiveConfig {
     /// manager has them.
     pub fn predecessor_has_closed_sockets(&self) {
         self.sockets.iter().for_each(|socket| socket.other_owners().predecessor_has_closed());
+    }
+
+    /// The sockets of the listeners, with their names in the service manager.
+    pub fn stored_sockets(&self) -> Vec<(String, Vec<BorrowedFd<'_>>)> {
+        let sockets = self.sockets.iter();
+        sockets.map(|one| (stored_name(one.address()), one.descriptors().collect())).collect()
     }
 
     /// Every address that this process listens on.

@@ -147,7 +147,7 @@ impl Attempt {
             }
             takeover::Found::Predecessor(predecessor, sockets) => {
                 let (from, count) = (predecessor.pid(), sockets.len());
-                self.manager_sockets = !self.inherited.is_empty();
+                self.manager_sockets = self.inherited.has_sockets_of_manager();
                 self.inherited.append(sockets);
                 let is_draining = predecessor.is_draining();
                 self.predecessor = Some(predecessor);
@@ -226,8 +226,9 @@ impl Attempt {
         let shared = (&metrics, &memory);
         let active = PreparedConfig::new((config.clone(), &mut self.files), None, sockets, shared)?
             .activate();
+        let unused_sockets = inherited.addresses();
         if !inherited.is_empty() {
-            let addresses = inherited.addresses();
+            let addresses = &unused_sockets;
             tracing::warn!(?addresses, "sockets that no listener uses are closed");
         }
         let context = Arc::new(SharedContext {
@@ -246,6 +247,7 @@ impl Attempt {
             follower,
             predecessor,
             manager_sockets: false,
+            unused_sockets,
             replaces: false,
             sandbox,
         })

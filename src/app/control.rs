@@ -9,6 +9,7 @@
 //! | start beside a process that drains | before it serves the admin endpoint: has the old process give that up |
 //! | reload request, the file has changed, or the last reload has failed (each second) | prepares the new configuration, activates it, and sends it to the workers |
 //! | takeover request | sends the sockets to the new process; when that serves, makes the workers release theirs |
+//! | drain of a restart | leaves the sockets and their accept queues to the next process, and makes the workers end connections soon |
 //! | drain | makes the workers close their sockets, then end connections; continues its tasks until it is stopped ([`drain`]) |
 //! | takeover request in a drain | sends the socket of the admin endpoint to the new process, and gives it up when that serves |
 
@@ -16,13 +17,15 @@ mod drain;
 mod tasks;
 
 use std::io;
+use std::net::SocketAddr;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use jackstay_core::admission::MemoryBudget;
 use jackstay_core::takeover::hand_over::{self, Offered};
 use jackstay_sys::process::code_pages;
-use jackstay_sys::process::inherited_sockets::InheritedSockets;
+use jackstay_sys::process::inherited_sockets::{InheritedSockets, stored_name};
 use jackstay_sys::process::service_manager::ServiceManager;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::sync::{oneshot, watch};
@@ -82,6 +85,8 @@ pub struct ControlThread {
     pub follower: Option<ConfigFollower>,
     pub requests: UnboundedReceiver<ReloadRequest>,
     pub draining: watch::Receiver<bool>,
+    /// Whether the drain is that of a restart.
+    pub restarts: Arc<AtomicBool>,
     /// Becomes true when the workers have closed their listening sockets, so that connections shall end.
     pub sockets_closed: watch::Sender<bool>,
     /// The process to take over from, and the sockets that the workers get when this one can serve. They have theirs
@@ -89,6 +94,8 @@ pub struct ControlThread {
     pub predecessor: Option<(Predecessor, NewSockets)>,
     /// Whether sockets may come from a service manager, which still has them.
     pub manager_sockets: bool,
+    /// The addresses of inherited sockets that no listener uses.
+    pub unused_sockets: Vec<SocketAddr>,
     /// Whether the takeover socket belongs to another process that this one replaces.
     pub replaces: bool,
     /// Becomes true when another process has taken over.
@@ -135,6 +142,11 @@ impl ControlThread {
         };
         if starts {
             tasks.serve_admin(&self.active);
+            // This process is the main process of its service now.
+            for address in &self.unused_sockets {
+                self.manager.discard(&stored_name(*address));
+            }
+            self.store_sockets();
             // Readiness does not wait for an endpoint: an apiserver may need units that systemd starts only
             // after this one is ready.
             self.manager.notify_ready();
@@ -177,6 +189,7 @@ impl ControlThread {
                     TakeoverRequest::ReleaseSockets { pid, done } => {
                         self.release_sockets(pid, tasks).await;
                         let own = self.active.shares_sockets_with_one();
+                        self.manager.leave_descriptors();
                         // So that the new process has the last duplicates.
                         self.active.sockets.clear();
                         // The receiver may be dropped.
@@ -277,6 +290,11 @@ impl ControlThread {
         tasks.release_admin();
         let effect = "handed over: this process drains and ends";
         self.report_takeover(own_pid(), pid, "a new process serves", effect);
+    }
+
+    /// Has the service manager keep the sockets of the listeners for the next process.
+    fn store_sockets(&self) {
+        self.manager.keep(&self.active.stored_sockets());
     }
 
     fn notify_main_process(&self, pid: Option<i32>) {
@@ -381,6 +399,7 @@ impl ControlThread {
         // The workers do not use the removed upstreams, listeners and identities any more.
         tasks.end_removed(&self.active);
         self.active.retire_identities();
+        self.store_sockets();
         let follower = self.follower.as_ref();
         let needs_restart = follower.map(|follower| follower.needs_restart(&self.active.config));
         ReloadOutcome::Ok { changed, needs_restart: needs_restart.unwrap_or_default() }

@@ -8,7 +8,7 @@
 use std::collections::HashMap;
 use std::io;
 use std::net::{SocketAddr, TcpListener};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -66,6 +66,20 @@ impl BoundSocket {
 
     fn inherit(address: SocketAddr, options: ListenOptions, sockets: Vec<TcpListener>) -> Self {
         Self::new(address, address, options, sockets, true)
+    }
+
+    /// Sockets that an earlier process has stored in the service manager, which does not accept on them.
+    fn restore(
+        address: SocketAddr,
+        options: ListenOptions,
+        sockets: Vec<TcpListener>,
+    ) -> io::Result<Self> {
+        // The configuration may have changed since.
+        let other = ListenOptions { transparent: !options.transparent, ..options };
+        for socket in &sockets {
+            listening::change_options(&SockRef::from(socket), address, &other, &options)?;
+        }
+        Ok(Self::new(address, address, options, sockets, false))
     }
 
     fn new(
@@ -143,6 +157,11 @@ impl BoundSocket {
     /// The other processes that may have the sockets.
     pub fn other_owners(&self) -> &OtherOwners {
         &self.other_owners
+    }
+
+    /// All sockets.
+    pub fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        self.sockets.iter().map(TcpListener::as_fd)
     }
 
     /// Duplicates of all sockets, for another process.
@@ -260,6 +279,12 @@ impl<'a> SocketBinder<'a> {
             let changed = socket.with_options(options);
             let changed = changed.map_err(|error| bind_error(listener, address, &error))?;
             return Ok(Some(Arc::new(changed)));
+        }
+        let stored = self.inherited.take_stored(address);
+        if !stored.is_empty() {
+            let socket = BoundSocket::restore(address, options, stored);
+            let socket = socket.map_err(|error| bind_error(listener, address, &error))?;
+            return Ok(Some(Arc::new(socket)));
         }
         let inherited = self.inherited.take(address, options.transparent);
         if !inherited.is_empty() {

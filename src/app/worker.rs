@@ -119,6 +119,9 @@ impl WorkerSetup {
                 command = commands.recv() => match command {
                     Some(Command::Apply(state, done)) => worker.apply(state, done),
                     Some(Command::ReleaseSockets(_done)) => worker.release_sockets(),
+                    Some(Command::LimitDrain(limit, _done)) => {
+                        worker.drain_timeout = worker.drain_timeout.min(limit);
+                    }
                     Some(Command::CloseSockets(done)) => worker.close_sockets(done),
                     None => break,
                 },

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::io;
 use std::sync::Arc;
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 use tokio::sync::watch;
@@ -117,6 +118,11 @@ impl CommandSender {
     /// Makes every worker stop accepting. The returned future completes when all have stopped.
     pub fn release_sockets(&self) -> impl Future<Output = ()> + use<> {
         self.send(&mut Command::ReleaseSockets)
+    }
+
+    /// Makes the drain of every worker take no longer than `limit`. The returned future completes when all know it.
+    pub fn limit_drain(&self, limit: Duration) -> impl Future<Output = ()> + use<> {
+        self.send(&mut |done| Command::LimitDrain(limit, done))
     }
 
     /// Makes every worker accept what its accept queues hold and close its sockets. The returned future completes when

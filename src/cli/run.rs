@@ -1,20 +1,22 @@
 //! `jackstay run`: loads the configuration, starts the proxy, handles signals, and drains when a
 //! termination signal arrives or a new process takes over.
 
+use std::collections::{BTreeSet, HashSet};
 use std::io;
-use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
+use std::pin::{Pin, pin};
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use clap::Args;
+use jackstay_sys::clock;
 use jackstay_sys::process::inherited_sockets;
-use jackstay_sys::process::inherited_sockets::InheritedSockets;
+use jackstay_sys::process::inherited_sockets::{InheritedSockets, PassedDescriptor};
 use jackstay_sys::process::sandbox::file_rules;
 use jackstay_sys::process::service_manager::ServiceManager;
 use tokio::signal::unix::{Signal, SignalKind, signal};
-use tokio::time::timeout;
+use tokio::time::{Sleep, sleep, timeout};
 
 use super::check;
 use super::options::{ConfigArgs, EXIT_USAGE, missing_default_hint};
@@ -30,7 +32,8 @@ use crate::observe::{build, log};
 const HELP: &str = "\
 Signals: SIGTERM and SIGINT drain and exit, a second one cuts the drain
 short; SIGHUP reads the configuration again; SIGUSR2 starts a new process
-of the binary, which takes over.
+of the binary, which takes over; SIGURG before SIGTERM announces a restart
+by the service manager, which keeps the listening sockets meanwhile.
 
 Exit codes: 0 drained, 1 failure, 2 bad usage or bad configuration.
 
@@ -42,6 +45,11 @@ Examples:
 /// How long a start may still take after a termination signal. It may already serve clients, which a completed start
 /// drains.
 const START_COMPLETION: Duration = Duration::from_secs(1);
+
+/// Maximum time from the announcement of a restart to its termination signal.
+const ANNOUNCED: Duration = Duration::from_secs(10);
+/// When open connections are closed before a restart, also those of a process that drains already.
+const RESTART_END: Duration = Duration::from_secs(2);
 
 /// Arguments of `jackstay run`.
 #[derive(Debug, Args)]
@@ -125,7 +133,7 @@ impl ConfigInput {
 /// Why the process drains and exits.
 enum EndReason {
     /// A termination signal.
-    Signal(&'static str),
+    Signal(Termination),
     /// A new process has taken over.
     Replaced,
 }
@@ -139,17 +147,12 @@ pub(super) fn run(args: RunArgs) -> ExitCode {
         taken.inspect_err(|error| eprintln!("--ready-fd {number}: {error}"))
     });
     let Ok(ready) = ready.transpose() else { return ExitCode::from(EXIT_USAGE) };
+    let stored = stored_names(&descriptors);
     let take_over = args.take_over;
     let input = ConfigInput::new(args);
     let (CheckedConfig { config, warnings, files }, passed_checks) = match input.load(None) {
         Ok(loaded) => loaded,
-        Err(errors) => {
-            eprintln!("{}", errors.join("\n"));
-            if let Some(hint) = missing_default_hint(&input.name) {
-                eprintln!("{hint}, or use --listen and --upstream");
-            }
-            return ExitCode::from(EXIT_USAGE);
-        }
+        Err(errors) => return refuse(&input.name, &errors, &stored),
     };
     let upgrade = Upgrade::prepare(&config);
     // Before the sandbox, which forbids to connect to it.
@@ -182,7 +185,7 @@ pub(super) fn run(args: RunArgs) -> ExitCode {
     let manager = Arc::new(or_none(manager).with_ready_descriptor(ready));
     let app_manager = Arc::clone(&manager);
     let start = move || {
-        let inherited = inherit(descriptors);
+        let inherited = inherit(descriptors, &config, &app_manager);
         let app = if take_over {
             App::take_over((config, files), inherited)?
         } else {
@@ -195,13 +198,23 @@ pub(super) fn run(args: RunArgs) -> ExitCode {
         };
         app.with_sandbox(sandbox).start_under(app_manager)
     };
-    serve_to_end(start, &manager, upgrade)
+    serve_to_end(start, (&manager, &stored), upgrade)
+}
+
+/// Reports a configuration that cannot be used, and has the service manager close the `stored` sockets.
+fn refuse(file: &Path, errors: &[String], stored: &BTreeSet<String>) -> ExitCode {
+    discard_stored(stored, &ServiceManager::from_environment().unwrap_or_default());
+    eprintln!("{}", errors.join("\n"));
+    if let Some(hint) = missing_default_hint(file) {
+        eprintln!("{hint}, or use --listen and --upstream");
+    }
+    ExitCode::from(EXIT_USAGE)
 }
 
 /// Starts the application and serves until the process ends.
 fn serve_to_end(
     start: impl FnOnce() -> Result<Running, StartError> + Send + 'static,
-    manager: &Arc<ServiceManager>,
+    manager: (&ServiceManager, &BTreeSet<String>),
     upgrade: Upgrade,
 ) -> ExitCode {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
@@ -252,21 +265,44 @@ fn log_start(file: &Path, config: &Config, take_over: bool, sandbox: &str) {
     }
 }
 
-/// The listening sockets among the descriptors of the service manager.
-fn inherit(descriptors: Vec<OwnedFd>) -> InheritedSockets {
+/// The listening sockets among the descriptors of the service manager. Stored ones that no listener has are closed.
+fn inherit(
+    descriptors: Vec<PassedDescriptor>,
+    config: &Config,
+    manager: &ServiceManager,
+) -> InheritedSockets {
     let mut inherited = InheritedSockets::default();
     for descriptor in descriptors {
-        if let Err(error) = inherited.add(descriptor) {
+        if let Err(error) = inherited.add_passed(descriptor) {
             tracing::warn!(%error, "descriptor of the service manager (LISTEN_FDS) ignored");
         }
     }
+    let bound: HashSet<_> = config.listeners.iter().flat_map(|one| &one.bind).collect();
+    for name in inherited.close_unwanted_stored(|address| bound.contains(&address)) {
+        tracing::info!(name, "stored socket closed: no listener has its address");
+        manager.discard(&name);
+    }
     inherited
+}
+
+/// The names of the sockets that an earlier process has stored.
+fn stored_names(descriptors: &[PassedDescriptor]) -> BTreeSet<String> {
+    let stored = descriptors.iter().filter(|passed| passed.is_stored());
+    stored.map(|passed| passed.name.clone()).collect()
+}
+
+/// Has the service manager close the stored sockets, because no process will accept on them: clients are refused rather
+/// than kept waiting.
+fn discard_stored(names: &BTreeSet<String>, manager: &ServiceManager) {
+    for name in names {
+        manager.discard(name);
+    }
 }
 
 /// Starts, serves until a signal or a takeover, and drains.
 async fn serve(
     start: impl FnOnce() -> Result<Running, StartError> + Send + 'static,
-    manager: &ServiceManager,
+    (manager, stored): (&ServiceManager, &BTreeSet<String>),
     upgrade: Upgrade,
 ) -> io::Result<ExitCode> {
     // Before clients can connect: once they can, a signal must drain the process, not kill it.
@@ -275,9 +311,9 @@ async fn serve(
     let (started, signal) = tokio::select! {
         biased;
         started = &mut starting => (started?, None),
-        signal = signals.terminated() => {
+        signal = signals.terminations.next() => {
             let Ok(started) = timeout(START_COMPLETION, starting).await else {
-                tracing::info!(signal, "termination signal before the start was complete: stopped");
+                tracing::info!(signal = signal.name, "termination signal before the start was complete: stopped");
                 return Ok(ExitCode::SUCCESS);
             };
             (started?, Some(signal))
@@ -286,6 +322,7 @@ async fn serve(
     let running = match started {
         Ok(running) => running,
         Err(error) => {
+            discard_stored(stored, manager);
             tracing::error!("{error}");
             let code = if error.is_configuration() { EXIT_USAGE } else { 1 };
             return Ok(ExitCode::from(code));
@@ -295,6 +332,18 @@ async fn serve(
         Some(signal) => EndReason::Signal(signal),
         None => signals.wait_for_end(&running).await,
     };
+    Ok(drain(running, end, manager, signals).await)
+}
+
+/// Drains, for at most [`RESTART_END`] before a restart.
+async fn drain(
+    running: Running,
+    end: EndReason,
+    manager: &ServiceManager,
+    mut signals: Signals,
+) -> ExitCode {
+    // When the drain is cut short.
+    let mut end_by = pin!(None);
     let mut signalled = match end {
         // Without STOPPING=1: the service continues in the new process.
         EndReason::Replaced => {
@@ -303,7 +352,11 @@ async fn serve(
         }
         EndReason::Signal(signal) => {
             manager.notify("STOPPING=1");
-            tracing::info!(signal, "draining");
+            tracing::info!(signal = signal.name, restart = signal.restarts, "draining");
+            if signal.restarts {
+                running.restarts();
+                end_by.as_mut().set(Some(sleep(RESTART_END)));
+            }
             true
         }
     };
@@ -314,17 +367,29 @@ async fn serve(
             stopped = &mut stopped => {
                 if stopped.unwrap_or(false) {
                     tracing::info!("stopped");
-                    return Ok(ExitCode::SUCCESS);
+                    return ExitCode::SUCCESS;
                 }
                 // A worker has panicked.
-                return Ok(ExitCode::FAILURE);
+                return ExitCode::FAILURE;
             }
-            signal = signals.terminated() => {
+            () = over(end_by.as_mut()) => {
+                end_by.set(None);
+                force_close();
+            }
+            signal = signals.terminations.next() => {
+                let signal_name = signal.name;
                 if signalled {
-                    tracing::info!(signal, "second termination signal: drain cut short");
+                    tracing::info!(signal = signal_name, "second termination signal: drain cut short");
                     force_close();
+                } else if signal.restarts {
+                    // The service manager starts the next process when all of the service have ended.
+                    tracing::info!(signal = signal_name, "restart while draining; drain ends soon");
+                    end_by.set(Some(sleep(RESTART_END)));
                 } else {
-                    tracing::info!(signal, "termination signal while draining; drain continues");
+                    tracing::info!(
+                        signal = signal_name,
+                        "termination signal while draining; drain continues"
+                    );
                 }
                 signalled = true;
             }
@@ -332,10 +397,60 @@ async fn serve(
     }
 }
 
-/// The signals that `run` handles.
-struct Signals {
+/// Waits for a time; for ever without one.
+async fn over(mut time: Pin<&mut Option<Sleep>>) {
+    match time.as_mut().as_pin_mut() {
+        Some(time) => time.await,
+        None => std::future::pending().await,
+    }
+}
+
+/// A signal that ends the process.
+#[derive(Clone, Copy)]
+struct Termination {
+    name: &'static str,
+    /// Whether the service manager has announced that it starts another process then.
+    restarts: bool,
+}
+
+/// The signals that end the process.
+struct Terminations {
+    restart: Signal,
+    /// When a restart was announced.
+    announced: Option<Instant>,
     terminate: Signal,
     interrupt: Signal,
+}
+
+impl Terminations {
+    fn new() -> io::Result<Self> {
+        Ok(Self {
+            restart: signal(SignalKind::from_raw(libc::SIGURG))?,
+            announced: None,
+            terminate: signal(SignalKind::terminate())?,
+            interrupt: signal(SignalKind::interrupt())?,
+        })
+    }
+
+    /// Waits for a termination signal.
+    async fn next(&mut self) -> Termination {
+        let name = loop {
+            tokio::select! {
+                // The announcement was sent before the signal that it is about.
+                biased;
+                _ = self.restart.recv() => self.announced = Some(clock::now()),
+                _ = self.terminate.recv() => break "SIGTERM",
+                _ = self.interrupt.recv() => break "SIGINT",
+            }
+        };
+        let restarts = self.announced.take().is_some_and(|at| clock::elapsed(at) < ANNOUNCED);
+        Termination { name, restarts }
+    }
+}
+
+/// The signals that `run` handles.
+struct Signals {
+    terminations: Terminations,
     hangup: Signal,
     start_successor: Signal,
     upgrade: Upgrade,
@@ -344,8 +459,7 @@ struct Signals {
 impl Signals {
     fn new(upgrade: Upgrade) -> io::Result<Self> {
         Ok(Self {
-            terminate: signal(SignalKind::terminate())?,
-            interrupt: signal(SignalKind::interrupt())?,
+            terminations: Terminations::new()?,
             hangup: signal(SignalKind::hangup())?,
             start_successor: signal(SignalKind::user_defined2())?,
             upgrade,
@@ -356,21 +470,12 @@ impl Signals {
     async fn wait_for_end(&mut self, running: &Running) -> EndReason {
         loop {
             tokio::select! {
-                _ = self.terminate.recv() => return EndReason::Signal("SIGTERM"),
-                _ = self.interrupt.recv() => return EndReason::Signal("SIGINT"),
+                signal = self.terminations.next() => return EndReason::Signal(signal),
                 () = running.replaced() => return EndReason::Replaced,
                 _ = self.start_successor.recv() => self.upgrade.begin(),
                 // The reload logs its outcome.
                 _ = self.hangup.recv() => drop(running.reload("SIGHUP")),
             }
-        }
-    }
-
-    /// Waits for a termination signal.
-    async fn terminated(&mut self) -> &'static str {
-        tokio::select! {
-            _ = self.terminate.recv() => "SIGTERM",
-            _ = self.interrupt.recv() => "SIGINT",
         }
     }
 }

@@ -24,6 +24,8 @@ pub const RECOVERY_UNIT_FILE: &str = "/etc/systemd/system/jackstay-recovery.serv
 pub const GUARD_UNIT: &str = "jackstay-install-guard.service";
 /// Its file, which is gone after a reboot.
 pub const GUARD_UNIT_FILE: &str = "/run/systemd/system/jackstay-install-guard.service";
+/// Tells needrestart that a process that drains needs no restart.
+pub const NEEDRESTART_FILE: &str = "/etc/needrestart/conf.d/jackstay.conf";
 /// The path of the binary if the running one is at a path that may vanish.
 pub const PROGRAM: &str = "/usr/local/bin/jackstay";
 /// The configuration that unit and static pod read.
@@ -34,6 +36,7 @@ pub const STATE: &str = "/var/lib/jackstay";
 const JACKSTAY_SERVICE: &str = include_str!("../../deploy/systemd/jackstay.service");
 const RENEW_SERVICE: &str = include_str!("../../deploy/systemd/jackstay-renew.service");
 const RENEW_TIMER: &str = include_str!("../../deploy/systemd/jackstay-renew.timer");
+const NEEDRESTART: &str = include_str!("../../deploy/systemd/needrestart.conf");
 const STATIC_POD: &str = include_str!("../../deploy/static-pod/jackstay.yaml");
 
 /// How jackstay runs on the node.
@@ -113,6 +116,8 @@ pub fn service(request: &ServiceRequest<'_>) -> Service {
             if !has_unit {
                 let text = unit(JACKSTAY_SERVICE, request.program);
                 add(unit_file(UNIT), text, "the unit of jackstay");
+                let text = NEEDRESTART.to_owned();
+                add(NEEDRESTART_FILE.into(), text, "has needrestart leave jackstay alone");
             }
             service.units.push(record(UNIT));
         }
@@ -248,6 +253,7 @@ mod tests {
                 "/etc/systemd/system/jackstay-renew.timer",
                 "/etc/systemd/system/jackstay-renew.service.d/zz-jackstay-install.conf",
                 "/etc/systemd/system/jackstay.service",
+                "/etc/needrestart/conf.d/jackstay.conf",
             ]
         );
         assert_eq!(units(&unit), [("jackstay.service", false), ("jackstay-renew.timer", false)]);
@@ -271,7 +277,7 @@ mod tests {
         assert_eq!(units(&packaged), [("jackstay.service", true), ("jackstay-renew.timer", false)]);
 
         let l4 = service(&request(ServiceForm::Unit, SetupMode::Passthrough));
-        assert_eq!(names(&l4), ["/etc/systemd/system/jackstay.service"]);
+        assert_eq!(names(&l4), ["/etc/systemd/system/jackstay.service", NEEDRESTART_FILE]);
         assert_eq!(units(&l4), [("jackstay.service", false)]);
     }
 

@@ -1,5 +1,6 @@
 """Installs, upgrades and removes the packages under the systemd that `boot` started; runs inside its namespaces."""
 
+import json
 import os
 import random
 import re
@@ -120,14 +121,17 @@ class Connecting:
 
     def __init__(self):
         self.opened, self.failed, self.running = 0, [], True
+        self.slowest = 0  # seconds from connect to the first byte
         self.thread = threading.Thread(target=self.run)
 
     def run(self):
         while self.running:
+            begun = time.monotonic()
             try:
                 with Client() as client:
                     assert client.echoes(), "closed without an answer"
                 self.opened += 1
+                self.slowest = max(self.slowest, time.monotonic() - begun)
             except (OSError, AssertionError) as error:
                 self.failed.append(f"{time.strftime('%H:%M:%S', time.gmtime())} {error}")
             time.sleep(0.005)
@@ -139,6 +143,34 @@ class Connecting:
     def __exit__(self, *_):
         self.running = False
         self.thread.join()
+
+
+class LongLived(Connecting):
+    """One connection with a request every 20 ms. When it ends it is opened again at once; only that must not fail."""
+
+    def __init__(self):
+        super().__init__()
+        self.ended = 0
+
+    def run(self):
+        while self.running:
+            begun = time.monotonic()
+            try:
+                client = Client()
+            except OSError as error:
+                self.failed.append(f"{time.strftime('%H:%M:%S', time.gmtime())} {error}")
+                continue
+            with client:
+                try:
+                    while client.echoes():
+                        if begun:
+                            self.slowest, begun, self.opened = max(self.slowest, time.monotonic() - begun), 0, self.opened + 1
+                        time.sleep(0.02)
+                        if not self.running:
+                            return
+                except OSError:
+                    pass
+                self.ended += 1
 
 
 class Node(unittest.TestCase):
@@ -183,7 +215,8 @@ class Node(unittest.TestCase):
     def assert_replaced(self, pid):
         """The process is another one, of the installed file."""
         wait_for("another process", lambda: main_pid() not in (0, pid))
-        self.assertEqual(os.readlink(f"/proc/{main_pid()}/exe"), "/usr/bin/jackstay")
+        # A process that systemd has started is systemd until it executes the program.
+        wait_for("the installed program", lambda: os.readlink(f"/proc/{main_pid()}/exe") == "/usr/bin/jackstay")
         self.assertEqual(Path(f"/proc/{main_pid()}/exe").read_bytes(), Path("/usr/bin/jackstay").read_bytes())
         wait_for("served connection", serves)
 
@@ -338,6 +371,32 @@ class Deb(Node):
         left = sh("find", "/etc/systemd", "/usr/lib", "/usr/bin", "/var/lib/systemd", "/run/systemd/system", "-name", "*jackstay*")
         self.assertEqual(left, f"{DROP_IN}\n", "the drop-in of this test")
 
+    def test_removal_is_refused_while_kubelet_uses_jackstay(self):
+        pid = self.start_installed()
+        kubeconfig, permission = Path("/etc/kubernetes/kubelet.conf"), CONFIG.parent / "allow-removal"
+        kubeconfig.parent.mkdir(exist_ok=True)
+        self.addCleanup(shutil.rmtree, kubeconfig.parent)
+        kubeconfig.write_text("apiVersion: v1\nkind: Config\nclusters: [{name: c, cluster: {server: 'https://127.0.0.1:7443'}}]\n")
+        output = sh("dpkg", "--remove", "jackstay", check=False)
+        self.assertIn(f"{kubeconfig} has server: https://127.0.0.1:7443", output)
+        self.assertEqual((state(), main_pid()), ("installed 1.0.0-1", pid))
+        self.assertTrue(serves())
+        permission.touch()
+        sh("dpkg", "--remove", "jackstay")
+        self.assertFalse(serves())
+        permission.unlink()
+        install(1)
+        kubeconfig.write_text(kubeconfig.read_text().replace("127.0.0.1:7443", "10.0.0.1:6443"))
+        sh("dpkg", "--remove", "jackstay")
+        self.assertFalse(Path("/usr/bin/jackstay").exists())
+
+    def test_installation_with_umask_077_is_readable(self):
+        self.configure()
+        shutil.rmtree(CONFIG.parent)
+        sh("sh", "-c", "umask 077; dpkg --install /packages/1.deb")
+        for path in (Path("/usr/bin/jackstay"), CONFIG.parent):
+            self.assertEqual(path.stat().st_mode & 0o777, 0o755, path)
+
     def test_dynamic_user_is_the_user_of_the_package(self):
         folder = Path("/etc/systemd/system/jackstay.service.d")
         folder.mkdir(parents=True)
@@ -430,6 +489,233 @@ class OtherProgram(Node):
         code, error = self.take_over()
         self.assertEqual(code, 3, error)
         self.assertIn("/usr/bin/jackstay install", error)
+
+
+class Rules(Node):
+    """What the units of the package keep while another program empties the rules of nftables."""
+
+    ADDRESS = "10.0.0.5"
+
+    def peer(self):
+        """Another host on a link of this one: the prefix of commands that run there."""
+        process = subprocess.Popen(["unshare", "--net", "sleep", "infinity"], stdin=subprocess.DEVNULL)
+        self.addCleanup(process.wait)
+        self.addCleanup(process.kill)
+        own = os.readlink("/proc/self/ns/net")
+        wait_for("a network namespace", lambda: os.readlink(f"/proc/{process.pid}/ns/net") != own)
+        prefix = ["nsenter", f"--net=/proc/{process.pid}/ns/net"]
+        sh("ip", "link", "add", "node0", "type", "veth", "peer", "name", "peer0", "netns", process.pid)
+        for command in (["addr", "add", "10.0.0.2/24", "dev", "node0"], ["link", "set", "node0", "up"]):
+            sh("ip", *command)
+        for command in (["addr", "add", "10.0.0.3/24", "dev", "peer0"], ["link", "set", "peer0", "up"]):
+            sh(*prefix, "ip", *command)
+        return prefix
+
+    def test_address_is_silent_on_arp_without_rules(self):
+        unit = f"jackstay-address@{self.ADDRESS}.service"
+        install(1)
+        peer = self.peer()
+        settings = [Path(f"/proc/sys/net/ipv4/conf/node0/{name}") for name in ("arp_ignore", "arp_announce")]
+        before = [setting.read_text() for setting in settings]
+
+        def answers(address):
+            sh(*peer, "ip", "neigh", "flush", "all", check=False)
+            connect = f"import socket; socket.create_connection(('{address}', 9), 1)"
+            sh(*peer, "python3", "-c", connect, check=False)
+            return "lladdr" in sh(*peer, "ip", "neigh", "show", address)
+        sh("systemctl", "start", unit)
+        self.assertFalse(answers(self.ADDRESS))
+        sh("nft", "flush", "ruleset")
+        self.assertFalse(answers(self.ADDRESS))
+        self.assertTrue(answers("10.0.0.2"), "an address of its own")
+        sh("systemctl", "stop", unit)
+        self.assertEqual([setting.read_text() for setting in settings], before)
+
+    def test_interception_is_installed_again(self):
+        folder = Path("/run/systemd/system/jackstay.service.d")
+        (folder / "capability.conf").write_text("[Service]\nCapabilityBoundingSet=CAP_NET_ADMIN\nAmbientCapabilities=CAP_NET_ADMIN\n")
+        self.addCleanup((folder / "capability.conf").unlink)
+        self.configure(CONFIGURATION.replace("mode: passthrough,", "mode: passthrough, transparent: true,"))
+        for variant, priority in (("lb-redirect", 0), ("lb-tproxy", 100)):
+            unit = f"jackstay-intercept@{variant}.service"
+            (CONFIG.parent / f"intercept-{variant}").write_text(f"VALUES=lb4={self.ADDRESS} lb_port=6443\n")
+            install(1)
+            sh("systemctl", "start", UNIT, unit)
+
+            def installed(marked=priority):
+                return "jackstay_lb" in sh("nft", "list", "tables") and (not marked or "fwmark 0x306b" in sh("ip", "rule", "list"))
+            self.assertTrue(installed())
+            sh("nft", "flush", "ruleset")
+            wait_for("interception", installed, 10)
+            if priority:
+                sh("ip", "rule", "del", "priority", priority)
+                wait_for("routing rule", installed, 10)
+            sh("systemctl", "stop", UNIT)
+            self.assertEqual(show("ActiveState"), "inactive")
+            self.assertFalse(installed())
+
+
+class Restart(Node):
+    """What `systemctl restart` and the restart after a crash cost clients."""
+
+    # The drain of a restart takes 2 s at most; the rest is the start of a process on a loaded machine.
+    LONGEST = 6
+
+    def setUp(self):
+        super().setUp()
+        self.start_installed()
+
+    def assert_served(self, *loads):
+        for load in loads:
+            self.assertEqual(load.failed[:5], [])
+            self.assertGreater(load.opened, 0)
+            self.assertLess(load.slowest, self.LONGEST)
+
+    def test_twenty_restarts_refuse_no_connection(self):
+        durations = []
+        with Connecting() as connecting, LongLived() as first, LongLived() as second:
+            for _ in range(20):
+                pid, begun = main_pid(), time.monotonic()
+                sh("systemctl", "restart", UNIT)
+                durations.append(time.monotonic() - begun)
+                self.assert_replaced(pid)
+        self.assert_served(connecting, first, second)
+        self.assertGreater(first.ended, 0)
+        print(f"20 restarts of {max(durations):.2f} s at most: {connecting.opened} connections, none failed, the slowest had its first byte after "
+              f"{max(connecting.slowest, first.slowest, second.slowest):.2f} s; {first.ended + second.ended} long-lived ones ended")
+
+    def test_restart_while_the_previous_version_drains(self):
+        """As needrestart does when a process drains with a deleted binary."""
+        with LongLived() as long_lived, Connecting() as connecting:
+            wait_for("long-lived connection", lambda: long_lived.opened)
+            install(2)
+            begun = time.monotonic()
+            sh("systemctl", "restart", UNIT)
+            duration = time.monotonic() - begun
+        self.assert_served(connecting, long_lived)
+        self.assertLess(duration, self.LONGEST)
+
+    def test_killed_process_refuses_no_connection(self):
+        with Connecting() as connecting:
+            for _ in range(3):
+                pid = main_pid()
+                opened = connecting.opened
+                os.kill(pid, signal.SIGKILL)
+                self.assert_replaced(pid)
+                wait_for("a later connection", lambda before=opened: connecting.opened > before + 1)
+        # The kill resets the connections that are open.
+        self.assertEqual([failed for failed in connecting.failed if "refused" in failed], [])
+        self.assertLess(connecting.slowest, self.LONGEST)
+        print(f"3 kills: {connecting.opened} connections, {len(connecting.failed)} reset, the slowest had its first byte after {connecting.slowest:.2f} s")
+
+    def test_stop_closes_the_sockets_at_once(self):
+        with LongLived() as long_lived:
+            wait_for("long-lived connection", lambda: long_lived.opened)
+            stopping = subprocess.Popen(["systemctl", "stop", UNIT])
+            wait_for("refused connection", lambda: not serves(), 5)
+            self.assertEqual(show("ActiveState"), "deactivating", "the drain")
+            long_lived.running = False
+        self.assertEqual(stopping.wait(30), 0)
+        sh("systemctl", "start", UNIT)
+        wait_for("served connection", serves)
+
+    def test_stored_socket_without_listener_is_closed(self):
+        """The configuration has changed when the process starts again after a crash."""
+        pid = main_pid()
+        sh("systemctl", "stop", UNIT)
+        sh("systemctl", "start", UNIT)
+        pid = main_pid()
+        os.kill(pid, signal.SIGSTOP)  # it does not apply the change itself
+        self.configure(CONFIGURATION.replace("7443", "7444"))
+        os.kill(pid, signal.SIGKILL)
+        wait_for("another process", lambda: main_pid() not in (0, pid))
+        wait_for("closed socket", lambda: not serves())
+        with socket.create_connection((LISTENER[0], 7444), 5):
+            pass
+
+    def test_broken_configuration_closes_the_sockets(self):
+        pid = main_pid()
+        os.kill(pid, signal.SIGSTOP)
+        self.configure(BROKEN)
+        os.kill(pid, signal.SIGKILL)
+        wait_for("refused connection", lambda: not serves(), 10)
+        self.configure()
+        wait_for("served connection", serves)
+
+
+def permitted(version):
+    """The system calls that the unit permits under a version of systemd: names and groups of `SystemCallFilter=` in their order."""
+    groups = json.loads(Path(__file__).with_name("system_calls.json").read_text())[version]
+
+    def expand(word):
+        return set().union(*(expand(name) for name in groups[word].split())) if word.startswith("@") else {word}
+    # Each list of permitted calls begins with @default (systemd.exec(5)).
+    calls = expand("@default")
+    for words in re.findall(r"^SystemCallFilter=(.+)$", Path("/usr/lib/systemd/system", UNIT).read_text(), re.MULTILINE):
+        named = set().union(*(expand(word) for word in words.lstrip("~").split()))
+        calls = calls - named if words.startswith("~") else calls | named
+    return calls
+
+
+class OlderSystemd(Node):
+    """The unit with the system calls that other versions of systemd permit it. `system_calls.json` has their groups: of
+    src/shared/seccomp-util.c of v239, v249 and v252, and of `systemd-analyze syscall-filter` of 257."""
+
+    TLS_LISTENER = ("127.0.0.1", 7444)
+    DROP_IN = Path("/etc/systemd/system/jackstay.service.d/system-calls.conf")
+
+    def clean(self):
+        super().clean()
+        shutil.rmtree(self.DROP_IN.parent, ignore_errors=True)
+        sh("systemctl", "daemon-reload")
+
+    def test_unit_serves_reloads_takes_over_restarts_and_stops(self):
+        for version in ("239", "249", "252", "257"):
+            with self.subTest(systemd=version):
+                self.clean()
+                sh("systemctl", "stop", UNIT, check=False)
+                install(1)
+                self.permit(permitted(version))
+                self.serve()
+                self.assertNotIn("not permitted", LOG.read_text())
+
+    def permit(self, calls):
+        self.DROP_IN.parent.mkdir(parents=True, exist_ok=True)
+        self.DROP_IN.write_text("[Service]\nSystemCallFilter=\nSystemCallFilter=" + " ".join(sorted(calls)) + "\n")
+        sh("systemctl", "daemon-reload")
+
+    def serve(self):
+        for name in ("crt", "key"):
+            shutil.copy(f"/tmp/server.{name}", CONFIG.parent / f"tls.{name}")
+        terminating = f"""  - name: l7
+    bind: ["{self.TLS_LISTENER[0]}:{self.TLS_LISTENER[1]}"]
+    upstream: control-plane
+    tls: {{ cert_file: {CONFIG.parent}/tls.crt, key_file: {CONFIG.parent}/tls.key }}
+"""
+        upstream, listener = CONFIGURATION.strip().split("\n")
+        upstream = upstream.replace(" }]", f", tls: {{ ca_file: {CONFIG.parent}/tls.crt }} }}]")
+        self.configure(f"{upstream}\nlisteners:\n  - {listener.removeprefix('listeners: [').removesuffix(']')}\n{terminating}")
+        sh("systemctl", "start", UNIT)
+        self.assertTrue(self.both_serve())
+        sh("systemctl", "reload", UNIT)
+        self.assertTrue(self.both_serve())
+        pid = main_pid()
+        with Connecting() as connecting:
+            os.kill(pid, signal.SIGUSR2)
+            self.assert_replaced(pid)
+        self.assertEqual(connecting.failed, [])
+        pid = main_pid()
+        sh("systemctl", "restart", UNIT)
+        self.assert_replaced(pid)
+        self.assertTrue(self.both_serve())
+        sh("systemctl", "stop", UNIT)
+        self.assertEqual((show("Result"), show("ExecMainStatus")), ("success", "0"))
+
+    def both_serve(self):
+        """Whether both listeners serve. At L7 the status does not count: the server does not speak HTTP/2."""
+        with Client.TLS.wrap_socket(socket.create_connection(self.TLS_LISTENER, 5)) as stream:
+            stream.sendall(b"GET /version HTTP/1.1\r\nhost: jackstay\r\nconnection: close\r\n\r\n")
+            return stream.recv(9) == b"HTTP/1.1 " and serves()
 
 
 class Rpm(Node):

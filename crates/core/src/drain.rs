@@ -8,6 +8,9 @@
 //! | all sockets are closed | each worker | all workers have closed theirs, at most [`MAX_SOCKETS_CLOSE`] after the signal |
 //! | connections end | each worker, for each listener | [`ListenerDrain`] has ended |
 //!
+//! Before a restart by the service manager that keeps the sockets, they are not closed: new connections wait in the accept
+//! queues for the next process, which starts when this one has ended. So the drain takes [`RESTART_DRAIN`] at most.
+//!
 //! A client whose connection ends dials anew at once. If a worker still closed a socket then, that connection could be in
 //! the accept queue of the socket, and the close would reset it.
 //!
@@ -37,6 +40,9 @@ use std::time::{Duration, Instant};
 
 /// Maximum time from the termination signal for which a worker waits until all sockets are closed.
 pub const MAX_SOCKETS_CLOSE: Duration = Duration::from_secs(1);
+/// Maximum time of a drain after which the service manager starts the next process. New connections wait for that, so
+/// it is a part of what a client waits for a connect and its first byte: client-go gives a TLS handshake 10 s.
+pub const RESTART_DRAIN: Duration = Duration::from_millis(1500);
 /// How long connections may take to close after the timeout of the drain.
 pub const CLOSE_TIMEOUT: Duration = Duration::from_millis(500);
 /// Maximum time over which the ends of watches are spread. Clients reconnect within a second.

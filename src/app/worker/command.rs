@@ -23,6 +23,8 @@ pub enum Command {
     /// Stop accepting at once, and leave the connections in the accept queues to another process that has the
     /// same sockets. Open connections continue.
     ReleaseSockets(Completion),
+    /// Let the drain take no longer than this.
+    LimitDrain(Duration, Completion),
     /// Stop accepting, accept the connections in the accept queues, and close the sockets. Open connections continue.
     CloseSockets(Completion),
 }

@@ -20,12 +20,24 @@ const CARRIER: u8 = b'D';
 /// # Errors
 /// What `sendmsg(2)` returns.
 pub fn send(socket: BorrowedFd<'_>, descriptor: BorrowedFd<'_>) -> io::Result<()> {
+    send_with(socket, &[CARRIER], descriptor)
+}
+
+/// Sends a message with a copy of one descriptor.
+///
+/// # Errors
+/// What `sendmsg(2)` returns; `WriteZero` if the socket took only a part of the message.
+pub fn send_with(
+    socket: BorrowedFd<'_>,
+    message: &[u8],
+    descriptor: BorrowedFd<'_>,
+) -> io::Result<()> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     let descriptors = [descriptor];
     control.push(SendAncillaryMessage::ScmRights(&descriptors));
-    let sent = sendmsg(socket, &[IoSlice::new(&[CARRIER])], &mut control, SendFlags::NOSIGNAL)?;
-    if sent == 1 { Ok(()) } else { Err(io::ErrorKind::WriteZero.into()) }
+    let sent = sendmsg(socket, &[IoSlice::new(message)], &mut control, SendFlags::NOSIGNAL)?;
+    if sent == message.len() { Ok(()) } else { Err(io::ErrorKind::WriteZero.into()) }
 }
 
 /// Receives one descriptor, which is closed on exec.

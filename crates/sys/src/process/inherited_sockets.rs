@@ -1,5 +1,5 @@
-//! Listening sockets that were opened by another process: by the service manager, or by the jackstay that
-//! this process replaces.
+//! Listening sockets that were opened by another process: by the service manager, by the jackstay that this process
+//! replaces, or by an earlier one that has stored them in the service manager.
 //!
 //! Sockets are found by their addresses, so the sender need not know the names of listeners. A socket keeps
 //! its accept queue when it changes its process, so no waiting connection is lost.
@@ -15,10 +15,43 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use socket2::{Domain, SockRef, Type};
 
+use crate::sockets::listening;
+
 /// The first descriptor that a service manager passes (`SD_LISTEN_FDS_START`, `sd_listen_fds(3)`).
 const FIRST_PASSED_FD: RawFd = 3;
 /// Maximum of `LISTEN_FDS`; systemd's own limit is in the hundreds.
 const MAX_LISTEN_FDS: RawFd = 1024;
+/// The names of stored sockets begin with it. Sockets of a `.socket` unit have its name, which ends with `.socket`, or
+/// another one that its author chose (`FileDescriptorName=`).
+const STORED_PREFIX: &str = "jackstay-listener-";
+
+/// The name of the sockets on this address in the service manager, which permits no colon (`fdname_is_valid` of systemd).
+pub fn stored_name(address: SocketAddr) -> String {
+    format!("{STORED_PREFIX}{address}").replace(':', "_")
+}
+
+/// A descriptor that the service manager has passed to this process.
+#[derive(Debug)]
+pub struct PassedDescriptor {
+    /// The descriptor.
+    pub descriptor: OwnedFd,
+    /// Its name (`LISTEN_FDNAMES`).
+    pub name: String,
+}
+
+impl PassedDescriptor {
+    /// Whether an earlier process has stored it ([`stored_name`]).
+    pub fn is_stored(&self) -> bool {
+        self.name.starts_with(STORED_PREFIX)
+    }
+}
+
+#[derive(Debug)]
+struct InheritedSocket {
+    address: SocketAddr,
+    socket: TcpListener,
+    is_stored: bool,
+}
 
 /// Why a descriptor is not used as an inherited socket.
 #[derive(Debug)]
@@ -77,7 +110,7 @@ impl Error for DescriptorError {}
 /// Inherited sockets that no listener has taken yet.
 #[derive(Debug, Default)]
 pub struct InheritedSockets {
-    sockets: Vec<(SocketAddr, TcpListener)>,
+    sockets: Vec<InheritedSocket>,
 }
 
 impl InheritedSockets {
@@ -86,6 +119,16 @@ impl InheritedSockets {
     /// # Errors
     /// The descriptor is not a listening TCP socket. It is closed.
     pub fn add(&mut self, descriptor: OwnedFd) -> Result<(), InheritError> {
+        self.add_passed(PassedDescriptor { descriptor, name: String::new() })
+    }
+
+    /// [`Self::add`] for a descriptor of the service manager.
+    ///
+    /// # Errors
+    /// The descriptor is not a listening TCP socket. It is closed.
+    pub fn add_passed(&mut self, passed: PassedDescriptor) -> Result<(), InheritError> {
+        let is_stored = passed.is_stored();
+        let descriptor = passed.descriptor;
         let socket = SockRef::from(&descriptor);
         let is_tcp = socket.domain().is_ok_and(|d| [Domain::IPV4, Domain::IPV6].contains(&d))
             && socket.r#type().is_ok_and(|kind| kind == Type::STREAM);
@@ -94,8 +137,8 @@ impl InheritedSockets {
         }
         // The service manager passes blocking sockets.
         let added = socket.set_nonblocking(true).and_then(|()| {
-            let listener = TcpListener::from(descriptor);
-            Ok((listener.local_addr()?, listener))
+            let socket = TcpListener::from(descriptor);
+            Ok(InheritedSocket { address: socket.local_addr()?, socket, is_stored })
         });
         self.sockets.push(added.map_err(InheritError::Io)?);
         Ok(())
@@ -112,7 +155,10 @@ impl InheritedSockets {
     /// The process is out of descriptors.
     pub fn try_clone(&self) -> io::Result<Self> {
         let sockets = self.sockets.iter();
-        let duplicates = sockets.map(|(address, socket)| Ok((*address, socket.try_clone()?)));
+        let duplicates = sockets.map(|InheritedSocket { address, socket, is_stored }| {
+            let socket = socket.try_clone()?;
+            Ok(InheritedSocket { address: *address, socket, is_stored: *is_stored })
+        });
         Ok(Self { sockets: duplicates.collect::<io::Result<_>>()? })
     }
 
@@ -121,15 +167,40 @@ impl InheritedSockets {
     ///
     /// `transparent` selects the sockets with `IP_TRANSPARENT`, or those without.
     pub fn take(&mut self, wanted: SocketAddr, transparent: bool) -> Vec<TcpListener> {
-        let taken = self.sockets.extract_if(.., |(address, socket)| {
-            *address == wanted && is_transparent(socket, wanted) == transparent
+        let taken = self.sockets.extract_if(.., |inherited| {
+            inherited.address == wanted && is_transparent(&inherited.socket, wanted) == transparent
         });
-        taken.map(|(_, socket)| socket).collect()
+        taken.map(|inherited| inherited.socket).collect()
+    }
+
+    /// Takes the stored sockets on an address, transparent or not. No process accepts on them.
+    pub fn take_stored(&mut self, wanted: SocketAddr) -> Vec<TcpListener> {
+        let is_wanted =
+            |inherited: &mut InheritedSocket| inherited.is_stored && inherited.address == wanted;
+        self.sockets.extract_if(.., is_wanted).map(|inherited| inherited.socket).collect()
+    }
+
+    /// Closes the stored sockets whose address is not wanted, or that an earlier process has excluded from new
+    /// connections. Returns their names.
+    pub fn close_unwanted_stored(
+        &mut self,
+        wanted: impl Fn(SocketAddr) -> bool,
+    ) -> BTreeSet<String> {
+        let is_unwanted = |inherited: &mut InheritedSocket| {
+            let usable = || !listening::is_diverted(&inherited.socket);
+            inherited.is_stored && !(wanted(inherited.address) && usable())
+        };
+        self.sockets.extract_if(.., is_unwanted).map(|one| stored_name(one.address)).collect()
+    }
+
+    /// Whether a socket is left that no earlier process has stored.
+    pub fn has_sockets_of_manager(&self) -> bool {
+        self.sockets.iter().any(|inherited| !inherited.is_stored)
     }
 
     /// Whether a socket on the address is left, transparent or not.
     pub fn contains(&self, wanted: SocketAddr) -> bool {
-        self.sockets.iter().any(|(address, _)| *address == wanted)
+        self.sockets.iter().any(|inherited| inherited.address == wanted)
     }
 
     /// Number of sockets left.
@@ -144,7 +215,8 @@ impl InheritedSockets {
 
     /// Addresses of the sockets left, sorted, each once.
     pub fn addresses(&self) -> Vec<SocketAddr> {
-        let addresses: BTreeSet<_> = self.sockets.iter().map(|(address, _)| *address).collect();
+        let addresses: BTreeSet<_> =
+            self.sockets.iter().map(|inherited| inherited.address).collect();
         addresses.into_iter().collect()
     }
 }
@@ -157,20 +229,27 @@ fn is_transparent(socket: &TcpListener, address: SocketAddr) -> bool {
 }
 
 /// Takes the descriptors that the service manager has passed to this process (`LISTEN_FDS`,
-/// `LISTEN_PID`). `LISTEN_FDNAMES` is not read, since addresses identify sockets. Only the first call
-/// returns descriptors.
+/// `LISTEN_PID`, `LISTEN_FDNAMES`). Addresses identify sockets; the name only tells whether an earlier process has stored
+/// one. Only the first call returns descriptors.
 ///
 /// Must be called before the process opens a descriptor itself: the environment gives only numbers, and one
 /// of them could otherwise name that descriptor. The crate sd-notify returns the numbers too, but does not
 /// own the descriptors, so this code would remain.
-pub fn from_service_manager() -> Vec<OwnedFd> {
+pub fn from_service_manager() -> Vec<PassedDescriptor> {
     static TAKEN: AtomicBool = AtomicBool::new(false);
     if TAKEN.swap(true, Ordering::Relaxed) {
         return Vec::new();
     }
     let read = |name| env::var(name).ok();
     let count = passed_count(read("LISTEN_PID"), read("LISTEN_FDS"), std::process::id());
-    (FIRST_PASSED_FD..FIRST_PASSED_FD + count).filter_map(own_descriptor).collect()
+    let names = read("LISTEN_FDNAMES").unwrap_or_default();
+    let names = names.split(':').chain(std::iter::repeat(""));
+    let numbers = (FIRST_PASSED_FD..FIRST_PASSED_FD + count).zip(names);
+    let passed = numbers.filter_map(|(number, name)| {
+        let name = name.to_owned();
+        own_descriptor(number).map(|descriptor| PassedDescriptor { descriptor, name })
+    });
+    passed.collect()
 }
 
 /// Takes the descriptor that the command line names by its number.
@@ -180,11 +259,14 @@ pub fn from_service_manager() -> Vec<OwnedFd> {
 ///
 /// # Errors
 /// No such descriptor is open, or it is one of `passed` or of the standard streams.
-pub fn take_descriptor(number: RawFd, passed: &[OwnedFd]) -> Result<OwnedFd, DescriptorError> {
+pub fn take_descriptor(
+    number: RawFd,
+    passed: &[PassedDescriptor],
+) -> Result<OwnedFd, DescriptorError> {
     if number < FIRST_PASSED_FD {
         return Err(DescriptorError::StandardStream);
     }
-    if passed.iter().any(|other| other.as_raw_fd() == number) {
+    if passed.iter().any(|other| other.descriptor.as_raw_fd() == number) {
         return Err(DescriptorError::ServiceManager);
     }
     own_descriptor(number).ok_or(DescriptorError::NotOpen)
@@ -213,7 +295,6 @@ fn own_descriptor(number: RawFd) -> Option<OwnedFd> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::sockets::listening;
     use std::net::UdpSocket;
     use std::os::fd::AsFd;
 
@@ -241,10 +322,11 @@ mod tests {
         let number = pipe.as_raw_fd();
         let error = |number, passed| take_descriptor(number, passed).unwrap_err();
         assert_eq!(error(2, &[]), DescriptorError::StandardStream);
-        let passed = std::slice::from_ref(&pipe);
-        assert_eq!(error(number, passed), DescriptorError::ServiceManager);
+        let passed = [PassedDescriptor { descriptor: pipe, name: String::new() }];
+        assert_eq!(error(number, &passed), DescriptorError::ServiceManager);
         assert_eq!(error(RawFd::MAX, &[]), DescriptorError::NotOpen);
-        let taken = take_descriptor(std::os::fd::IntoRawFd::into_raw_fd(pipe), &[]).unwrap();
+        let [PassedDescriptor { descriptor, .. }] = passed;
+        let taken = take_descriptor(std::os::fd::IntoRawFd::into_raw_fd(descriptor), &[]).unwrap();
         assert_eq!(taken.as_raw_fd(), number);
     }
 
@@ -272,6 +354,43 @@ mod tests {
         assert_eq!((inherited.len(), inherited.addresses()), (1, vec![wanted]));
         assert_eq!(inherited.take(wanted, false).len(), 1);
         assert!(inherited.is_empty());
+    }
+
+    #[test]
+    fn close_unwanted_stored_keeps_wanted_sockets_and_those_of_a_socket_unit() {
+        let open = || listening::listen("127.0.0.1:0".parse().unwrap(), false).unwrap();
+        let (wanted, unwanted, diverted, of_manager) = (open(), open(), open(), open());
+        listening::divert_new_connections(&diverted).unwrap();
+        let at = |socket: &TcpListener| socket.local_addr().unwrap();
+        let addresses = [&wanted, &unwanted, &diverted, &of_manager].map(at);
+        let mut inherited = InheritedSockets::default();
+        for (socket, is_stored) in
+            [(wanted, true), (unwanted, true), (diverted, true), (of_manager, false)]
+        {
+            let name = if is_stored { stored_name(at(&socket)) } else { "jackstay.socket".into() };
+            let passed = PassedDescriptor { descriptor: socket.into(), name };
+            inherited.add_passed(passed).unwrap();
+        }
+        let closed = inherited.close_unwanted_stored(|address| address != addresses[1]);
+        assert_eq!(closed, [1, 2].map(|index| stored_name(addresses[index])).into());
+        assert_eq!(inherited.take_stored(addresses[3]).len(), 0, "of a socket unit");
+        assert!(inherited.has_sockets_of_manager());
+        assert_eq!(inherited.take_stored(addresses[0]).len(), 1);
+        assert_eq!(inherited.addresses(), [addresses[3]]);
+    }
+
+    #[test]
+    fn stored_name_of_every_address_is_unique_and_without_colon() {
+        let names = ["127.0.0.1:7443", "[::1]:7443", "[::]:17443"];
+        let names = names.map(|address| stored_name(address.parse().unwrap()));
+        assert_eq!(
+            names,
+            [
+                "jackstay-listener-127.0.0.1_7443",
+                "jackstay-listener-[__1]_7443",
+                "jackstay-listener-[__]_17443"
+            ]
+        );
     }
 
     #[test]

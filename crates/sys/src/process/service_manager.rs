@@ -6,18 +6,25 @@
 //! is harmless. The crate sd-notify sends on a blocking socket, which would stall the control loop while the
 //! manager does not read.
 //!
+//! The manager can also keep open descriptors (`FDSTORE=1`), and passes them to the next process of the service: after a
+//! crash, clients wait in the accept queue instead of being refused. It compares the files, so a descriptor that it has
+//! already is not stored twice (`service_add_fd_store` of systemd 239 to 257).
+//!
 //! Other supervisors (s6, a shell script) pass a descriptor instead. When the process is ready, a newline is
 //! written to it and it is closed. If the process ends before, the reader gets the end of the file.
 
+use std::collections::BTreeSet;
 use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{self, Write};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
+
+use super::descriptor_passing;
 
 /// The connection to the service manager, if there is one.
 #[derive(Debug, Default)]
@@ -26,6 +33,16 @@ pub struct ServiceManager {
     watchdog: Option<Duration>,
     /// The descriptor of `--ready-fd`, until the newline is written.
     ready: Mutex<Option<OwnedFd>>,
+    /// The descriptors that the manager keeps for this process.
+    stored: Mutex<StoredNames>,
+}
+
+/// What this process has stored.
+#[derive(Debug, Default)]
+struct StoredNames {
+    names: BTreeSet<String>,
+    /// A message was lost, so that the manager may lack a descriptor.
+    incomplete: bool,
 }
 
 impl ServiceManager {
@@ -58,7 +75,7 @@ impl ServiceManager {
         socket.connect_addr(&address)?;
         socket.set_nonblocking(true)?;
         let watchdog = watchdog.filter(|&usec| usec > 0).map(Duration::from_micros);
-        Ok(Self { socket: Some(socket), watchdog, ready: Mutex::default() })
+        Ok(Self { socket: Some(socket), watchdog, ..Self::default() })
     }
 
     /// Also reports the first readiness by a newline on `ready`.
@@ -85,6 +102,57 @@ impl ServiceManager {
         {
             tracing::warn!(%error, message, "service manager did not accept a notification");
         }
+    }
+
+    /// Has the manager keep these descriptors, several for each name, and none of another name that this process has
+    /// stored. A name has no colon (`sd_pid_notify_with_fds(3)`).
+    pub fn keep(&self, descriptors: &[(String, Vec<BorrowedFd<'_>>)]) {
+        let Some(socket) = &self.socket else { return };
+        let mut stored = self.stored.lock().unwrap_or_else(PoisonError::into_inner);
+        stored.names.retain(|name| {
+            let is_kept = descriptors.iter().any(|(kept, _)| kept == name);
+            if !is_kept {
+                self.discard(name);
+            }
+            is_kept
+        });
+        for (name, files) in descriptors {
+            if !stored.names.insert(name.clone()) {
+                continue;
+            }
+            let message = format!("FDSTORE=1\nFDNAME={name}");
+            for file in files {
+                let sent = descriptor_passing::send_with(socket.as_fd(), message.as_bytes(), *file);
+                if let Err(error) = sent {
+                    tracing::warn!(%error, name, "service manager did not accept a descriptor");
+                    stored.incomplete = true;
+                }
+            }
+        }
+    }
+
+    /// Has the manager close the descriptors with this name, whichever process has stored them.
+    pub fn discard(&self, name: &str) {
+        self.notify(&format!("FDSTOREREMOVE=1\nFDNAME={name}"));
+    }
+
+    /// Has the manager close every descriptor that this process has stored.
+    pub fn discard_all(&self) {
+        let mut stored = self.stored.lock().unwrap_or_else(PoisonError::into_inner);
+        for name in std::mem::take(&mut stored.names) {
+            self.discard(&name);
+        }
+    }
+
+    /// Leaves what this process has stored to the process that has taken over, and stores nothing any more.
+    pub fn leave_descriptors(&self) {
+        *self.stored.lock().unwrap_or_else(PoisonError::into_inner) = StoredNames::default();
+    }
+
+    /// Whether the next process of the service gets every descriptor of the last [`Self::keep`].
+    pub fn keeps_descriptors(&self) -> bool {
+        let stored = self.stored.lock().unwrap_or_else(PoisonError::into_inner);
+        !stored.names.is_empty() && !stored.incomplete
     }
 
     /// Reports the start of a reload; [`Self::notify_ready`] reports its end.
@@ -149,6 +217,44 @@ mod tests {
         assert_eq!(none.watchdog(), None);
         none.notify("READY=1");
         ServiceManager::at(OsStr::new("/nonexistent/notify"), None).expect_err("no such socket");
+    }
+
+    #[test]
+    fn keep_sends_new_descriptors_and_removes_those_that_are_not_named() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let path = dir.path().join("notify");
+        let manager = UnixDatagram::bind(&path).expect("a socket");
+        manager.set_nonblocking(true).expect("non-blocking");
+        let service = ServiceManager::at(path.as_os_str(), None).expect("connected");
+        let file = || File::open("/dev/null").expect("a file");
+        let (first, second) = (file(), file());
+        assert!(!service.keeps_descriptors());
+        let keep = |names: &[&str]| {
+            let both = || vec![first.as_fd(), second.as_fd()];
+            let named: Vec<_> = names.iter().map(|name| ((*name).to_owned(), both())).collect();
+            service.keep(&named);
+        };
+        let messages = || {
+            let mut buffer = [0; 64];
+            let all =
+                std::iter::from_fn(|| manager.recv(&mut buffer).ok().map(|n| buffer[..n].to_vec()));
+            all.map(|one| String::from_utf8(one).expect("text").replace('\n', " "))
+                .collect::<Vec<_>>()
+        };
+        keep(&["a", "b"]);
+        let stored = |name| format!("FDSTORE=1 FDNAME={name}");
+        assert_eq!(messages(), [stored("a"), stored("a"), stored("b"), stored("b")]);
+        assert!(service.keeps_descriptors());
+        keep(&["b", "c"]);
+        assert_eq!(messages(), ["FDSTOREREMOVE=1 FDNAME=a".to_owned(), stored("c"), stored("c")]);
+        service.discard_all();
+        assert_eq!(messages(), ["FDSTOREREMOVE=1 FDNAME=b", "FDSTOREREMOVE=1 FDNAME=c"]);
+        keep(&["c"]);
+        messages();
+        service.leave_descriptors();
+        service.discard_all();
+        assert_eq!(messages(), Vec::<String>::new());
+        assert!(!service.keeps_descriptors());
     }
 
     #[test]

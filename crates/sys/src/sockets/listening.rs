@@ -151,6 +151,9 @@ pub fn listen_alongside(
     Ok(opened)
 }
 
+/// An interface number that does not exist.
+const NO_INTERFACE: NonZeroU32 = NonZeroU32::new(i32::MAX as u32).unwrap();
+
 /// Excludes a listening socket from new connections. The kernel gives them to another socket on the port, or
 /// refuses them. The socket keeps its accept queue, and accepted connections are not affected.
 ///
@@ -161,9 +164,13 @@ pub fn listen_alongside(
 /// # Errors
 /// What the kernel returns: Linux before 5.7 requires `CAP_NET_RAW`.
 pub fn divert_new_connections(socket: &std::net::TcpListener) -> io::Result<()> {
-    const NO_INTERFACE: NonZeroU32 = NonZeroU32::new(i32::MAX as u32).unwrap();
     // On Linux the option is the same for IPv6.
     SockRef::from(socket).bind_device_by_index_v4(Some(NO_INTERFACE))
+}
+
+/// Whether [`divert_new_connections`] was called for the socket, by any process.
+pub fn is_diverted(socket: &std::net::TcpListener) -> bool {
+    SockRef::from(socket).device_index_v4().is_ok_and(|index| index == Some(NO_INTERFACE))
 }
 
 /// Closes a listening socket and returns the connections in its accept queue, which the close would reset. A

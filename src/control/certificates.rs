@@ -5,6 +5,7 @@
 //! failures are reported in the log and in `/events`, and so is the expiry of a certificate in use.
 
 mod expiry_watch;
+mod late_renewal;
 mod series;
 mod skipped_watch;
 
@@ -17,6 +18,7 @@ use jackstay_sys::clock;
 use jackstay_sys::utc::{Utc, wall_clock};
 
 use self::expiry_watch::{ExpiryWatch, ValidityChange, WatchedCertificate};
+use self::late_renewal::LateRenewal;
 use self::series::CertificateSeries;
 use self::skipped_watch::{SkippedByName, SkippedChange, SkippedWatch};
 use super::file_watch::{FileWatch, poll_ticks};
@@ -277,6 +279,15 @@ impl<'a> CertificateEvents<'a> {
         }
     }
 
+    /// Reports a serving certificate that should have been renewed by now.
+    fn late(&self, name: &str, end: SystemTime) {
+        let to = format!("not renewed, expires {}", Utc(end).seconds());
+        let reason = "less than a twentieth of its lifetime is left";
+        let effect =
+            "renew it; `jackstay kubeconfig --renew` says why a local CA is not renewed yet";
+        self.changed(name, (IN_USE, &to), (reason, effect), true);
+    }
+
     /// Reports a change of the state of `name`, with its reason and effect.
     fn changed(
         &self,
@@ -337,7 +348,7 @@ pub async fn watch_serving(
     let client_ca = format!("client CA bundle of listener {}", listener.name());
     let mut files = FileWatch::unread(tls.paths());
     let mut last_error = None;
-    let mut renewal = Renewal::default();
+    let (mut renewal, mut late) = (Renewal::default(), LateRenewal::default());
     if tls.has_issuer() {
         tracing::warn!(
             listener = listener.name(),
@@ -360,6 +371,9 @@ pub async fn watch_serving(
         }
         events.skipped(skipped.update(not_read()));
         renewal.check(&name, &events, &tls);
+        if let Some(end) = late.update(&tls.certificate().info, wall_clock()) {
+            events.late(&name, end);
+        }
         files.follow(tls.paths());
         if !files.changed() {
             continue;

@@ -10,7 +10,7 @@
 //! * [`app`] is the life of the process: start, reload, takeover and drain.
 //! * [`admin`] is the admin endpoint; [`observe`] contains metrics, logs and events.
 //! * [`config`] and [`kubeconfig`] read files; [`net`] is TLS and HTTP/2 below the requests.
-//! * The decisions are in `jackstay_core`, the operating system in `jackstay_sys`.
+//! * The decisions are in `jackstay_core`, the operating system in `jackstay_sys`; [`systemd`] runs `systemctl`.
 //! * [`cli`] contains the commands, [`doctor`] the diagnosis, `install` the installation on a node, `demo` a demonstration
 //!   with the small apiservers of `jackstay_apiserver`.
 //!
@@ -38,4 +38,5 @@ pub mod kubeconfig;
 pub mod net;
 pub mod observe;
 pub mod proxy;
+pub mod systemd;
 pub mod upstream;

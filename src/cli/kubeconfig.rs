@@ -14,6 +14,7 @@ mod client_certificate;
 mod listener;
 mod lock;
 mod output;
+mod readers;
 mod renew;
 mod report;
 
@@ -44,7 +45,7 @@ use crate::net::tls::pem_files;
 
 /// What a local CA needs, unless a timer renews it.
 const RENEWAL_NOTE: &str = "the local CA and the serving certificate are valid for one year: run `jackstay kubeconfig \
-    --renew` before the metric jackstay_certificate_expiry_timestamp_seconds says that they expire";
+    --renew` each day, which replaces them in two steps in the last third of it";
 
 /// Runs the command.
 pub(super) fn run(args: &KubeconfigArgs) -> ExitCode {
@@ -64,16 +65,16 @@ pub(super) fn run(args: &KubeconfigArgs) -> ExitCode {
 }
 
 fn perform(args: &KubeconfigArgs, report: &mut KubeconfigReport) -> Result<(), Failure> {
+    if args.renew {
+        return renew::renew(args, report);
+    }
     let files = KubeconfigFiles::load(&KubeconfigPaths::from_env(args.input.clone()))?;
     if args.revert {
         return revert_files(args, &files, report);
     }
-    if args.renew {
-        return renew::renew(args, &files, report);
-    }
     let draft = Draft::new(args, &files)?;
     refuse_to_overwrite(&draft.outputs(), args, &draft.destinations)?;
-    let _locks = lock::acquire([&draft.kubeconfig], &files)?;
+    let _locks = lock::acquire([&draft.kubeconfig], &files.iter().collect::<Vec<_>>())?;
     let staged = stage(draft.outputs(), args)?;
     if let Some(config) = draft.configuration() {
         staged.check_configuration(config)?;
@@ -234,7 +235,7 @@ fn revert_files(
             outputs.push(kubeconfig_file(file.path().to_owned(), kubeconfig_yaml(&config)?));
         }
     }
-    let _locks = lock::acquire(&outputs, files)?;
+    let _locks = lock::acquire(&outputs, &files.iter().collect::<Vec<_>>())?;
     stage(&outputs, args)?.commit(report)?;
     if report.clusters.is_empty() {
         let paths: Vec<_> = files.iter().map(|file| file.path().display().to_string()).collect();

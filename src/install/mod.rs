@@ -27,7 +27,7 @@ pub mod journal;
 pub mod kubelet;
 pub mod service;
 pub mod steps;
-pub mod systemd;
+pub use crate::systemd;
 pub mod transaction;
 pub mod undo;
 pub mod upgrade;

@@ -109,7 +109,7 @@ pub fn service(request: &ServiceRequest<'_>) -> Service {
         }
         // The last drop-in in the order of names, so that no other one replaces its settings.
         let path = unit_file("jackstay-renew.service.d").join("zz-jackstay-install.conf");
-        add(path, renewal_drop_in(request), "the kubeconfig to renew, and the restart of kubelet");
+        add(path, renewal_drop_in(request), "the kubeconfig to renew, and the unit of kubelet");
     }
     match request.form {
         ServiceForm::Unit => {
@@ -139,26 +139,23 @@ fn unit(text: &str, program: &Path) -> String {
     format!("# Written by `jackstay install`.\n{}", body.replace(PROGRAM, &program))
 }
 
-/// Has the renewal change kubelet's kubeconfig, and restarts kubelet after a renewal: a running kubelet does not trust the
-/// new CA (client-go reads the CA of a kubeconfig once). `CAP_DAC_OVERRIDE`: the directory of the kubeconfig may have another
-/// owner, as with kubespray.
+/// Has the renewal change kubelet's kubeconfig, and restart kubelet's unit. Whether it may do that stays in
+/// `JACKSTAY_RESTART` of the unit, which an operator changes. `CAP_DAC_OVERRIDE`: the directory of the kubeconfig may
+/// have another owner, as with kubespray.
 fn renewal_drop_in(request: &ServiceRequest<'_>) -> String {
     let word = |path: &Path| {
         let text = path.display().to_string().replace('\\', "\\\\").replace('"', "\\\"");
         format!("\"{}\"", text.replace('%', "%%").replace('$', "$$"))
     };
     let (program, kubeconfig) = (word(request.program), word(request.kubeconfig));
-    let kubelet = request.kubelet_unit;
+    let kubelet = request.kubelet_unit.replace('%', "%%").replace('$', "$$");
     format!(
         "# Written by `jackstay install`.\n\
          [Service]\n\
          CapabilityBoundingSet=CAP_DAC_OVERRIDE\n\
-         RuntimeDirectory=jackstay-renew\n\
-         ExecStartPre=/bin/cp /etc/jackstay/local-ca.crt /run/jackstay-renew/before.crt\n\
          ExecStart=\n\
-         ExecStart={program} kubeconfig --renew --in {kubeconfig} --config-out {CONFIG}\n\
-         ExecStartPost=/bin/sh -c '[ \"$$(cat /etc/jackstay/local-ca.crt)\" = \"$$(cat \
-         /run/jackstay-renew/before.crt)\" ] || systemctl --no-block try-restart {kubelet}'\n"
+         ExecStart={program} kubeconfig --renew --in {kubeconfig} --config-out {CONFIG} --reader {kubelet} \
+         $JACKSTAY_RESTART\n"
     )
 }
 
@@ -279,6 +276,19 @@ mod tests {
         let l4 = service(&request(ServiceForm::Unit, SetupMode::Passthrough));
         assert_eq!(names(&l4), ["/etc/systemd/system/jackstay.service", NEEDRESTART_FILE]);
         assert_eq!(units(&l4), [("jackstay.service", false)]);
+    }
+
+    /// The drop-in is the last one by name, so what an operator may change must not be in it.
+    #[test]
+    fn service_renewal_restarts_kubelet_unless_the_operator_turns_it_off() {
+        let service = service(&request(ServiceForm::Unit, SetupMode::Terminate));
+        let text = |index: usize| String::from_utf8(service.files[index].bytes.clone()).unwrap();
+        let (unit, drop_in) = (text(0), text(2));
+        assert!(unit.contains("\nEnvironment=JACKSTAY_RESTART=--restart-readers\n"), "{unit}");
+        assert!(!drop_in.contains("Environment="), "{drop_in}");
+        let command = "ExecStart=\"/usr/bin/jackstay\" kubeconfig --renew --in \"/etc/kubernetes/kubelet.conf\" \
+                       --config-out /etc/jackstay/jackstay.yaml --reader kubelet.service $JACKSTAY_RESTART\n";
+        assert!(drop_in.ends_with(command), "{drop_in}");
     }
 
     #[test]

@@ -5,6 +5,8 @@
 
 use std::error::Error;
 use std::fmt;
+use std::fs;
+use std::io;
 use std::net::{SocketAddr, TcpStream};
 use std::path::{Path, PathBuf};
 use std::thread;
@@ -20,6 +22,7 @@ use super::transaction::{
     Restored, put_back, remove_directories, restore, restore_previous, write, write_like,
 };
 use crate::kubeconfig::rewrite::revert;
+use crate::kubeconfig::setup::renewal::kept_files;
 use crate::kubeconfig::{KubeconfigFile, ServerUrl, kubeconfig_yaml, recorded_original};
 
 /// Limit for the end of a static pod: `terminationGracePeriodSeconds` of the manifest, and what kubelet needs to notice.
@@ -122,6 +125,7 @@ pub fn undo(
             await_end(journal, END_LIMIT);
         }
     }
+    remove_renewal_files(journal)?;
     remove_directories(journal)?;
     finish(journal, store, manager)?;
     // The program is the last file: until then, an interruption can be continued with it.
@@ -160,6 +164,23 @@ pub fn finish(
         restore(store, &FileRecord { keep_if_changed: false, ..file.clone() })?;
     }
     manager.systemctl(&["daemon-reload"])?;
+    Ok(())
+}
+
+/// Removes what renewals have written beside the serving certificate.
+fn remove_renewal_files(journal: &Journal) -> Result<(), UndoError> {
+    let is_serving =
+        |file: &&FileRecord| file.path.file_name().is_some_and(|name| name == "serving.pem");
+    let serving = journal.files.iter().filter(is_serving);
+    for path in serving.flat_map(|file| kept_files(&file.path)) {
+        files::remove_incomplete(&path);
+        match fs::remove_file(&path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                return Err(JournalError::Io(path, error).into());
+            }
+            _ => {}
+        }
+    }
     Ok(())
 }
 
@@ -293,7 +314,6 @@ fn is_same_kubeconfig(path: &Path, text: &str, old: &[u8]) -> bool {
 #[cfg(test)]
 mod tests {
     use std::cell::{Cell, RefCell};
-    use std::fs;
 
     use super::super::journal::{JournalDraft, NewContent, UnitRecord};
     use super::super::service::UNIT;
@@ -357,7 +377,7 @@ mod tests {
             let path = |name: &str| self.dir.path().join(name);
             [
                 (path("etc/config.yaml"), "config"),
-                (path("etc/tls/key.pem"), "key"),
+                (path("etc/tls/serving.pem"), "key"),
                 (path("old.service"), "new"),
             ]
         }
@@ -409,6 +429,9 @@ mod tests {
             }
             if steps > 4 {
                 fs::write(&self.kubeconfig, NEW).unwrap();
+                for path in kept_files(&self.files()[1].0) {
+                    fs::write(path, "of a renewal").unwrap();
+                }
             }
             self.store.read().unwrap().unwrap()
         }

@@ -41,7 +41,33 @@ impl KubeconfigPaths {
             is_sudo: std::env::var_os("SUDO_USER").is_some(),
         }
     }
+
+    /// Each file with its content, which is `None` for one that does not exist.
+    ///
+    /// # Errors
+    /// No place names a file.
+    pub fn each(&self) -> Result<Vec<(PathBuf, KubeconfigContent)>, KubeconfigError> {
+        let mut paths = self.listed();
+        if paths.is_empty() {
+            let default = self.home.as_ref().map(|home| home.join(".kube/config"));
+            paths.push(self.command_line.clone().or(default).ok_or(KubeconfigError::NoneNamed)?);
+        }
+        Ok(paths.into_iter().map(|path| (path.clone(), KubeconfigFile::read(&path))).collect())
+    }
+
+    /// The list in `$KUBECONFIG`, unless the command line names a file.
+    fn listed(&self) -> Vec<PathBuf> {
+        match (&self.command_line, &self.kubeconfig_variable) {
+            (None, Some(variable)) => {
+                variable.split(':').filter(|part| !part.is_empty()).map(PathBuf::from).collect()
+            }
+            _ => Vec::new(),
+        }
+    }
 }
+
+/// The content of a listed file; `None` if it does not exist.
+pub type KubeconfigContent = Result<Option<KubeconfigFile>, KubeconfigError>;
 
 /// The kubeconfig files of a user in the order of precedence; at least one.
 #[derive(Debug, Clone)]
@@ -53,12 +79,7 @@ impl KubeconfigFiles {
     /// # Errors
     /// A required file does not exist, or a file cannot be read or parsed.
     pub fn load(paths: &KubeconfigPaths) -> Result<Self, KubeconfigError> {
-        let listed: Vec<PathBuf> = match (&paths.command_line, &paths.kubeconfig_variable) {
-            (None, Some(variable)) => {
-                variable.split(':').filter(|part| !part.is_empty()).map(PathBuf::from).collect()
-            }
-            _ => Vec::new(),
-        };
+        let listed = paths.listed();
         if listed.is_empty() {
             let default = paths.home.as_ref().map(|home| home.join(".kube/config"));
             let path = paths.command_line.clone().or(default);

@@ -56,7 +56,9 @@ pub fn files_with(config: &Path) -> Vec<PathBuf> {
     let serving = serving::ServingFiles::in_directory(directory);
     let beside =
         [CLUSTER_CA, COPIED_CERTIFICATE, COPIED_KEY, STATE].map(|name| directory.join(name));
-    let all = [config.to_owned(), serving.ca, serving.serving].into_iter().chain(beside);
+    let renewal = renewal::kept_files(&serving.serving);
+    let all = [config.to_owned(), serving.ca, serving.serving].into_iter();
+    let all = all.chain(renewal).chain(beside);
     all.filter(|path| path.exists()).collect()
 }
 

@@ -21,12 +21,24 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     ("app", &["admin", "proxy", "control", "upstream", "net", "observe", "config"]),
     ("kubeconfig", &["net", "config"]),
     ("doctor", &["kubeconfig", "upstream", "net", "observe", "config"]),
-    ("install", &["kubeconfig", "net", "config"]),
+    ("install", &["kubeconfig", "net", "config", "systemd"]),
+    ("systemd", &[]),
     // The demo runs a complete jackstay in front of its apiservers.
     ("demo", &["app", "net", "observe", "config"]),
     (
         "cli",
-        &["app", "control", "demo", "doctor", "install", "kubeconfig", "net", "observe", "config"],
+        &[
+            "app",
+            "control",
+            "demo",
+            "doctor",
+            "install",
+            "kubeconfig",
+            "net",
+            "observe",
+            "config",
+            "systemd",
+        ],
     ),
 ];
 

@@ -112,6 +112,7 @@ fn root_keeps_the_owner_of_files_and_gives_new_ones_that_of_their_directory() {
     for args in [
         &["--in", "user/config", "--in-place", "--mode", "terminate"][..],
         &["--in", "user/config", "--renew", "--force"],
+        &["--in", "user/config", "--renew", "--force"],
         &["--in", "user/config", "--revert"],
     ] {
         home.succeed(args);

@@ -25,8 +25,8 @@ use jackstay::app::{App, Running};
 use jackstay::cli::check::check_files;
 use jackstay::config::{CertPaths, Overrides, load};
 use jackstay::net::tls::certificate::Validity;
-use jackstay::net::tls::local_ca::LocalCa;
-use jackstay::net::tls::pem_files::load_cert;
+use jackstay::net::tls::local_ca::{LocalCa, is_constrained_issuer};
+use jackstay::net::tls::pem_files::{load_cert, valid_certificates};
 use jackstay_apiserver as apiserver;
 use jackstay_apiserver::client::{Client, Credentials};
 use jackstay_apiserver::cluster::Cluster;
@@ -1154,27 +1154,61 @@ fn kubeconfig_expired_serving_certificate_with_issuer_is_renewed_at_start() {
     assert!(running.proxy.stop());
 }
 
+/// A kubectl that has read the kubeconfig before a renewal is served through both steps of it, and one that reads the
+/// kubeconfig of any moment, too.
 #[test]
-fn kubeconfig_renewed_certificate_is_served_to_the_written_kubeconfig() {
+fn kubeconfig_renewal_serves_clients_of_the_old_ca_until_the_second_step() {
     let running = RunningProxy::start("terminate", |_| {});
     running.wait_for_response();
     let serving = running.home.path(".kube/jackstay/serving.pem");
     let paths = CertPaths { cert_file: serving.clone(), key_file: serving };
     let before = load_cert(&paths).unwrap();
-    let renew = ["--renew", "--in", ".kube/jackstay.kubeconfig"];
+    let kubeconfig = ".kube/jackstay.kubeconfig";
+    let cas = || {
+        let data = cluster(&running.home.tree(kubeconfig))["certificate-authority-data"].clone();
+        valid_certificates(&STANDARD.decode(data.as_str().unwrap()).unwrap())
+    };
+    let renew = ["--renew", "--in", kubeconfig];
+    let forced = [&renew[..], &["--force"]].concat();
+    let old = cas();
     let output = running.home.run_online(&renew);
-    assert!(output.contains("--force renews it now"), "{output}");
+    assert!(output.contains("--force publishes it now"), "{output}");
     assert_eq!(load_cert(&paths).unwrap().info, before.info);
-    let old = cluster(&running.home.tree(".kube/jackstay.kubeconfig"));
-    let output = running.home.run_online(&[&renew[..], &["--force"]].concat());
-    assert!(output.contains("the old local CA -> the new local CA"), "{output}");
+
+    // The first step: the old certificate is served, and the kubeconfig has both CAs.
+    let output = running.home.run_online(&forced);
+    assert!(output.contains("published the next local CA"), "{output}");
+    let both = cas();
+    assert_eq!((both.len(), &both[0]), (2, &old[0]));
+    let next = running.home.path(".kube/jackstay/serving.next.pem");
+    assert_eq!(mode(&next), 0o600);
+    assert_eq!(load_cert(&paths).unwrap().info, before.info);
+    assert_eq!(served_certificate(running.addr), before.chain[0]);
+    let trusts = |cas: &[CertificateDer<'static>], leaf: &CertificateDer<'static>| {
+        cas.iter().any(|ca| is_constrained_issuer(ca, leaf))
+    };
+    assert!(trusts(&old, &before.chain[0]) && trusts(&both, &before.chain[0]));
+    let output = running.home.run_online(&renew);
+    assert!(output.contains("--force serves it now"), "{output}");
+    assert_eq!((cas(), load_cert(&paths).unwrap().info), (both.clone(), before.info.clone()));
+
+    // A kubeconfig that is missing, for example of a user who has left, is a warning.
+    let more =
+        [&["--renew", "--in", "missing", "--config-out"][..], &[".kube/jackstay/jackstay.yaml"]];
+    let failed = running.home.run(&[&["kubeconfig"][..], &more.concat()].concat());
+    let text = String::from_utf8_lossy(&failed.stdout).into_owned();
+    assert!(text.contains("warning: ") && text.contains("missing does not exist"), "{text}");
+    let alarm = String::from_utf8_lossy(&failed.stderr).into_owned();
+    assert!(alarm.contains("alarm: no listed kubeconfig trusts"), "{alarm}");
+    assert_eq!(failed.status.code(), Some(1));
+
+    // The second step.
+    let output = running.home.run_online(&forced);
+    assert!(output.contains("the next certificate is served"), "{output}");
     let after = load_cert(&paths).unwrap();
     assert_ne!(after.info.serial, before.info.serial);
-    let new = cluster(&running.home.tree(".kube/jackstay.kubeconfig"));
-    assert_ne!(new["certificate-authority-data"], old["certificate-authority-data"]);
-    assert_eq!(new["server"], old["server"]);
-    // Clients with the new kubeconfig are served before and after jackstay loads the new certificate.
-    running.wait_for_response();
+    assert!(!next.exists() && running.home.path(".kube/jackstay/serving.previous.pem").exists());
+    assert!(trusts(&both, &after.chain[0]) && !trusts(&old, &after.chain[0]));
     wait::until_ok_blocking(Duration::from_secs(30), "the new certificate", || {
         let served = served_certificate(running.addr);
         if served == after.chain[0] { Ok(()) } else { Err("the old certificate".to_owned()) }

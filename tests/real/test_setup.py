@@ -193,7 +193,7 @@ class NewUser(RigCase, unittest.TestCase):
         self.assertEqual(before["users"], after["users"])
 
     def test_renewed_serving_certificate_is_used(self):
-        """`--renew` replaces the local CA, whose key is stored nowhere, and jackstay loads the new certificate."""
+        """`--renew` replaces the local CA, whose key is stored nowhere, in two steps, and jackstay loads the new certificate."""
         kubeconfig_in = self.kubeconfig({"token": TOKEN})
         self.jackstay("kubeconfig", "--in", kubeconfig_in, "--server", SERVER, "--mode", "terminate")
         self.assertFalse((self.dir / "jackstay/local-ca.key").exists())
@@ -203,7 +203,10 @@ class NewUser(RigCase, unittest.TestCase):
             nodes = self.rig.kubectl(self.dir / "jackstay.kubeconfig", "get", "nodes")
             return nodes.returncode == 0
         wait_for("the certificate of the local CA to be accepted", served, 20)
-        self.jackstay("kubeconfig", "--renew", "--force", "--in", self.dir / "jackstay.kubeconfig")
+        renew = ["kubeconfig", "--renew", "--force", "--in", self.dir / "jackstay.kubeconfig"]
+        self.assertIn("published the next local CA", self.jackstay(*renew))
+        self.assertTrue(served(), self.process.tail())
+        self.assertIn("the next certificate is served", self.jackstay(*renew))
         wait_for("the renewed certificate to be loaded", lambda: "serving certificate" in self.process.logfile.read_text(), 20)
         self.assertTrue(served(), self.process.tail())
 

@@ -33,9 +33,19 @@ pub(in crate::cli) struct KubeconfigArgs {
     #[arg(long, conflicts_with_all = ["out", "in_place", "mode", "config_out", "local_ca"])]
     pub(super) revert: bool,
     /// Renew the serving certificate in the configuration (`--config-out`), its local CA, and that CA
-    /// in the input file, after two thirds of its lifetime; with `--force` now.
+    /// in the input files. Run it each day: after two thirds of the lifetime it publishes the next CA,
+    /// and three weeks before the end the next certificate is served. With `--force` it takes the next
+    /// step now. An alarm is exit code 1.
     #[arg(long, conflicts_with_all = ["revert", "context", "out", "in_place", "mode", "local_ca"])]
     pub(super) renew: bool,
+    /// A unit that reads an input file at its start. It delays the step to the next certificate until
+    /// it has been started with the next CA. Repeatable.
+    #[arg(long = "reader", value_name = "UNIT", requires = "renew")]
+    pub(super) readers: Vec<String>,
+    /// Restart such a unit if it lacks the next CA: in the two weeks after the publication, at a time
+    /// that differs between machines, and while jackstay serves. Each run announces it.
+    #[arg(long, requires = "renew")]
+    pub(super) restart_readers: bool,
     /// Write a configuration of jackstay as well: L4 (passthrough) or L7 (terminate, with a local
     /// CA).
     #[arg(long, value_name = "MODE")]
@@ -115,6 +125,8 @@ impl KubeconfigArgs {
             force: true,
             revert: false,
             renew: false,
+            readers: Vec::new(),
+            restart_readers: false,
             mode: Some(setup.mode),
             config_out: Some(setup.config.clone()),
             upstreams: setup.endpoints.clone(),

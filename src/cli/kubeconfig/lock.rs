@@ -7,7 +7,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::PathBuf;
 
 use super::output::Failure;
-use crate::kubeconfig::KubeconfigFiles;
+use crate::kubeconfig::KubeconfigFile;
 use crate::kubeconfig::setup::OutputFile;
 
 /// A lock, which is released when this is dropped.
@@ -19,7 +19,7 @@ pub(super) struct KubeconfigLock(PathBuf);
 /// Another process changes one, or has changed it.
 pub(super) fn acquire<'a>(
     outputs: impl IntoIterator<Item = &'a OutputFile>,
-    files: &KubeconfigFiles,
+    files: &[&KubeconfigFile],
 ) -> Result<Vec<KubeconfigLock>, Failure> {
     let mut locks = Vec::new();
     for output in outputs.into_iter().filter(|output| output.path.exists()) {

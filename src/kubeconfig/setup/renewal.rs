@@ -1,136 +1,274 @@
-//! Plans a new local CA and serving certificate in place of those that will expire.
+//! Plans the renewal of a local CA and its serving certificate in two phases, so that no client is cut off.
+//!
+//! ```text
+//! day 0        243 publish                        344 switch        365
+//!  │ first CA   │ clients learn the second CA       │ is served       │ the first CA leaves the bundle
+//!  └────────────┴── the first certificate is served ┘
+//! ```
+//!
+//! A client that runs keeps the CAs that it has read, and connections that are open hide that it lacks one. So the next
+//! CA is published months before its certificate is served. [`stage`] decides; this module reads what there is and writes
+//! what was decided. Each file is replaced atomically, and the next run continues from the state after any of them.
 
-use std::path::Path;
+mod clients;
+mod pairs;
+pub mod stage;
+mod state;
+#[cfg(test)]
+mod tests;
+
+use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
-use base64::Engine as _;
-use base64::engine::general_purpose::STANDARD;
-use kube::config::Cluster;
+use jackstay_sys::files::{PRIVATE, PUBLIC};
+use jackstay_sys::utc::Utc;
 use rustls::pki_types::CertificateDer;
 
+use self::clients::{Clients, of_kubeconfigs};
+pub use self::clients::{Listed, Reader, RenewalRequest, Restart, UpdatedCluster};
+use self::pairs::{Pair, Pairs, pem_of};
+use self::stage::{Action, Alarm, Decision, Observed, Trust};
+pub use self::state::{RenewalState, STATE_FILE};
 use super::error::SetupError;
 use super::node_name;
 use super::plan::OutputFile;
 use super::serving::ServingFiles;
 use crate::net::tls::certificate::cert_info;
 use crate::net::tls::local_ca;
-use crate::net::tls::pem_files::valid_certificates;
 
-/// A planned renewal.
+/// A planned run.
 pub struct RenewalPlan {
-    /// The certificate of the new CA and, while it is valid, that of the old one, PEM. A client that trusts both
-    /// is served before and after the serving certificate is replaced.
-    ca_pem: Vec<u8>,
-    /// The old CAs, by which kubeconfigs that need the new one are known.
-    old: Vec<CertificateDer<'static>>,
-    /// The file of the CA.
-    pub ca: OutputFile,
-    /// The file of the serving certificate, to be written after the kubeconfigs.
-    pub serving: OutputFile,
+    /// The files of jackstay that clients need before another certificate is served, to be written first, in this order.
+    pub publish: Vec<OutputFile>,
+    /// The changed kubeconfigs, to be written next.
+    pub kubeconfigs: Vec<OutputFile>,
+    /// The files of a switch, to be written last, in this order.
+    pub switch: Vec<OutputFile>,
+    /// Files to remove at the end.
+    pub remove: Vec<PathBuf>,
+    /// The clusters that change.
+    pub clusters: Vec<UpdatedCluster>,
+    /// What is done about each running client.
+    pub restarts: Vec<(String, Restart)>,
+    /// What the next run is to remember.
+    pub state: RenewalState,
+    /// The file of that.
+    pub state_file: PathBuf,
+    /// What the run does.
+    pub action: Action,
+    /// What an operator must do something about.
+    pub alarm: Option<String>,
+    /// What an operator should know.
+    pub warnings: Vec<String>,
+    /// The stage of the renewal, with its date.
+    pub stage: String,
 }
 
-/// Whether a renewal is due.
-pub enum Renewal {
-    /// The certificate is to be renewed after this time.
-    NotDue(SystemTime),
-    /// The new files.
-    Planned(RenewalPlan),
+/// The files beside a serving certificate that renewals create.
+pub fn kept_files(serving: &Path) -> [PathBuf; 3] {
+    let files = ServingFiles::of_serving(serving);
+    [files.next(), files.previous(), serving.with_file_name(STATE_FILE)]
 }
 
-/// Plans the renewal of the serving certificate in `serving` and of its CA if it is due, or if `force` is set.
+/// Plans a run.
 ///
 /// # Errors
-/// A file cannot be used, or a certificate cannot be issued.
-pub fn plan(serving: &Path, now: SystemTime, force: bool) -> Result<Renewal, SetupError> {
-    let files = ServingFiles::of_serving(serving);
-    let existing = files.read()?;
-    if existing.is_current(now) && !force {
-        return Ok(Renewal::NotDue(local_ca::renewal_time(&existing.info)));
+/// The served certificate cannot be used, or a certificate cannot be issued.
+pub fn plan(request: &RenewalRequest<'_>) -> Result<RenewalPlan, SetupError> {
+    let files = ServingFiles::of_serving(request.serving);
+    let state_file = request.serving.with_file_name(STATE_FILE);
+    let before = RenewalState::read(&state_file);
+    let mut pairs = Pairs::read(&files, &of_kubeconfigs(request.kubeconfigs))?;
+    let clients = Clients::read(request, &pairs, &files.ca, &before);
+    let seen = observed(request, &pairs, &clients);
+    let decision = stage::decide(&seen);
+    let is_usable = stage::usable_next(&seen).is_some() || decision.action == Action::Switch;
+    let had_next = files.next().exists();
+    pairs.next = pairs.next.filter(|_| is_usable);
+    let served = pairs.current.clone();
+    act(decision.action, &mut pairs, request.now)?;
+
+    let bundle = bundle(&pairs, request.now);
+    let changes = clients.updates(request.kubeconfigs, &bundle, &pairs);
+    let (publish, switch) = outputs(&files, &pairs, &served, &bundle);
+    let switches = pairs.current.leaf != served.leaf;
+    // A pair that will not be served: of other names, invalid, or served already.
+    let remove =
+        if had_next && (pairs.next.is_none() || switches) { vec![files.next()] } else { vec![] };
+    let restarts = clients.restarts(request.readers, &pairs, request.now);
+    let mut warnings = clients.warnings;
+    warnings.extend(changes.warnings);
+    Ok(RenewalPlan {
+        publish,
+        kubeconfigs: changes.files,
+        switch,
+        remove,
+        clusters: changes.clusters,
+        restarts,
+        state: clients.state,
+        state_file,
+        action: decision.action,
+        alarm: decision.alarm.map(|alarm| describe_alarm(alarm, &served, &clients.lacking)),
+        warnings,
+        stage: describe_stage(decision, &pairs, &seen, &clients.lacking),
+    })
+}
+
+fn observed(request: &RenewalRequest<'_>, pairs: &Pairs, clients: &Clients) -> Observed {
+    let window = |pair: &Option<Pair>| pair.as_ref().map(|pair| pair.window);
+    Observed {
+        now: request.now,
+        current: pairs.current.window,
+        next: window(&pairs.next),
+        previous: window(&pairs.previous),
+        trust: clients.trust,
+        force: request.force,
     }
-    let old_ca = cert_info(&existing.ca[0]).map_err(SetupError::LocalCaCertificate)?;
-    let name = old_ca.subject.common_name().unwrap_or("jackstay");
+}
+
+/// Changes the pairs as decided.
+fn act(action: Action, pairs: &mut Pairs, now: SystemTime) -> Result<(), SetupError> {
+    let replacement = match action {
+        Action::Keep => return Ok(()),
+        Action::Publish => {
+            pairs.next = Some(create(pairs, now)?);
+            return Ok(());
+        }
+        Action::Switch => pairs.next.take(),
+        Action::Return => pairs.previous.take(),
+        Action::Replace => Some(create(pairs, now)?),
+    };
+    if let Some(replacement) = replacement {
+        pairs.previous = Some(std::mem::replace(&mut pairs.current, replacement));
+    }
+    Ok(())
+}
+
+/// Creates a pair with the names of the served one.
+fn create(pairs: &Pairs, now: SystemTime) -> Result<Pair, SetupError> {
+    let ca = pairs.current.ca.as_ref().map(cert_info).transpose();
+    let ca = ca.map_err(SetupError::LocalCaCertificate)?;
+    let name = ca.as_ref().and_then(|ca| ca.subject.common_name()).unwrap_or("jackstay");
     // An earlier version accepted names that kubectl refuses in a CA.
-    let names: Vec<String> =
-        existing.names.iter().filter_map(|name| node_name::parse(name).ok()).collect();
+    let names = pairs.current.names.iter().filter_map(|name| node_name::parse(name).ok());
+    let names: Vec<String> = names.collect();
     let created = local_ca::create_serving_cert(name, &names, now).map_err(SetupError::Issue)?;
-    let mut ca_pem = created.ca.clone().into_bytes();
-    if now < old_ca.not_after {
-        ca_pem.extend_from_slice(first_certificate(&existing.ca_pem));
+    Pair::new(&created)
+}
+
+/// The CAs that clients are to trust, that of the served certificate first. A CA whose validity has ended verifies nothing
+/// and is left out; [`Pairs::previous`] still has it if the clock turns out to be wrong.
+fn bundle(pairs: &Pairs, now: SystemTime) -> Vec<CertificateDer<'static>> {
+    let is_of_pair = |ca: &CertificateDer<'static>| pairs.cas().any(|of_pair| of_pair == ca);
+    // A version before this one kept the CA of the previous pair, and not the pair.
+    let earlier = pairs.published.iter().filter(|_| pairs.previous.is_none());
+    let earlier = earlier.filter(|ca| !is_of_pair(ca)).take(1);
+    let mut bundle: Vec<CertificateDer<'static>> = Vec::new();
+    for ca in pairs.cas().chain(earlier) {
+        let is_served = pairs.current.ca.as_ref() == Some(ca);
+        let has_ended = cert_info(ca).is_ok_and(|info| now > info.not_after);
+        if !bundle.contains(ca) && (is_served || !has_ended) {
+            bundle.push(ca.clone());
+        }
     }
-    let [ca, serving] = files.outputs(&created, &ca_pem);
-    Ok(Renewal::Planned(RenewalPlan { ca_pem, old: existing.ca, ca, serving }))
+    bundle
 }
 
-impl RenewalPlan {
-    /// Replaces the old CA in a cluster of a kubeconfig by the new one. Returns whether the cluster trusted it.
-    pub fn update(&self, cluster: &mut Cluster) -> bool {
-        let data = cluster.certificate_authority_data.as_deref().unwrap_or_default();
-        let trusted = STANDARD.decode(data).map(|pem| valid_certificates(&pem)).unwrap_or_default();
-        let is_old = trusted.iter().any(|certificate| self.old.contains(certificate));
-        if is_old {
-            cluster.certificate_authority_data = Some(STANDARD.encode(&self.ca_pem));
-        }
-        is_old
+/// The files to write before the kubeconfigs, and those after them.
+fn outputs(
+    files: &ServingFiles,
+    pairs: &Pairs,
+    served: &Pair,
+    bundle: &[CertificateDer<'static>],
+) -> (Vec<OutputFile>, Vec<OutputFile>) {
+    let file = |path: PathBuf, bytes: Vec<u8>, mode: u32, description: &'static str| OutputFile {
+        path,
+        bytes,
+        mode,
+        description,
+    };
+    let next = pairs.next.as_ref().map(|next| {
+        let text = "the next serving certificate, which is not served yet, its key and its CA";
+        file(files.next(), next.kept(), PRIVATE, text)
+    });
+    let mut publish: Vec<OutputFile> = next.into_iter().collect();
+    if bundle != pairs.published {
+        let pem: String = bundle.iter().map(pem_of).collect();
+        let text =
+            "the certificates of the local CA, which clients trust; no key of a CA is stored";
+        publish.push(file(files.ca.clone(), pem.into_bytes(), PUBLIC, text));
+    }
+    let mut switch = Vec::new();
+    if pairs.current.leaf != served.leaf {
+        let text = "the serving certificate until now, its key and its CA";
+        switch.push(file(files.previous(), served.kept(), PRIVATE, text));
+        let text = "the serving certificate and its key, valid for one year";
+        let serving = pairs.current.serving.to_vec();
+        switch.push(file(files.serving.clone(), serving, PRIVATE, text));
+    }
+    (publish, switch)
+}
+
+fn describe_alarm(alarm: Alarm, served: &Pair, lacking: &[String]) -> String {
+    let until = Utc(served.window.until).seconds();
+    let lacking = lacking.join(", ");
+    match alarm {
+        Alarm::NoKubeconfig => format!(
+            "no listed kubeconfig trusts the local CA, whose certificate is served until {until}: list the kubeconfigs \
+             of the clients with --in or KUBECONFIG"
+        ),
+        Alarm::NotTrusted => format!(
+            "the serving certificate expires on {until}, and the next one is not served yet, because {lacking} does not \
+             trust its CA"
+        ),
+        Alarm::SwitchedUntrusted => format!(
+            "the new serving certificate is served although clients may not trust its CA: {}",
+            if lacking.is_empty() { "no listed kubeconfig trusts the local CA" } else { &lacking }
+        ),
+        Alarm::Expired => format!(
+            "the serving certificate expired on {until} and was replaced: clients that run must be restarted"
+        ),
+        Alarm::NotYetValid => format!(
+            "the serving certificate is not valid before {}: is this machine's clock right? If it is, --force replaces \
+             the certificate",
+            Utc(served.window.from).seconds()
+        ),
     }
 }
 
-/// The PEM of the first certificate.
-fn first_certificate(pem: &[u8]) -> &[u8] {
-    const END: &[u8] = b"-----END CERTIFICATE-----";
-    let end = pem.windows(END.len()).position(|window| window == END);
-    end.map_or(pem, |at| &pem[..at + END.len()])
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use jackstay_sys::utc::wall_clock;
-    use std::time::Duration;
-
-    #[test]
-    fn plan_is_due_after_two_thirds_of_the_lifetime_and_keeps_the_old_ca() {
-        let dir = tempfile::tempdir().unwrap();
-        let serving = dir.path().join("serving.pem");
-        let now = wall_clock();
-        let days = |days: u64| now + Duration::from_secs(days * 24 * 3600);
-        let names = ["127.0.0.1".to_owned(), "node-1".to_owned()];
-        let created = local_ca::create_serving_cert("jackstay on node-1", &names, now).unwrap();
-        let files = ServingFiles::of_serving(&serving);
-        assert!(plan(&serving, now, false).is_err(), "there is no certificate");
-        for file in files.outputs(&created, created.ca.as_bytes()) {
-            std::fs::write(&file.path, &file.bytes).unwrap();
-        }
-        let Ok(Renewal::NotDue(time)) = plan(&serving, days(240), false) else { panic!("due") };
-        assert!(time > days(242) && time < days(244), "{time:?}");
-        let Ok(Renewal::Planned(renewed)) = plan(&serving, days(250), false) else {
-            panic!("not due")
-        };
-        let ca = valid_certificates(&renewed.ca.bytes);
-        assert_eq!((ca.len(), &ca[1]), (2, &valid_certificates(created.ca.as_bytes())[0]));
-        assert!(renewed.serving.bytes != created.pair.as_bytes());
-        let cluster = |pem: &str| Cluster {
-            certificate_authority_data: Some(STANDARD.encode(pem)),
-            ..Cluster::default()
-        };
-        let mut trusting = cluster(&created.ca);
-        assert!(renewed.update(&mut trusting));
-        let data = trusting.certificate_authority_data.clone().unwrap();
-        assert_eq!(STANDARD.decode(data).unwrap(), renewed.ca.bytes);
-        let mut other = cluster("");
-        assert!(!renewed.update(&mut other) && !renewed.update(&mut Cluster::default()));
-        // The next renewal keeps the CA before it, but not the one before that.
-        for file in [&renewed.ca, &renewed.serving] {
-            std::fs::write(&file.path, &file.bytes).unwrap();
-        }
-        let Ok(Renewal::Planned(again)) = plan(&serving, days(251), true) else { panic!("forced") };
-        assert_eq!(valid_certificates(&again.ca.bytes)[1], ca[0]);
-        assert!(again.update(&mut trusting), "a kubeconfig with both CAs is updated");
-        // An expired CA is not kept.
-        let Ok(Renewal::Planned(late)) = plan(&serving, days(700), false) else {
-            panic!("not due")
-        };
-        assert_eq!(valid_certificates(&late.ca.bytes).len(), 1);
-        let names = files.read().unwrap().names;
-        assert_eq!(names, ["127.0.0.1", "node-1"]);
+fn describe_stage(
+    decision: Decision,
+    pairs: &Pairs,
+    seen: &Observed,
+    lacking: &[String],
+) -> String {
+    // The run that publishes puts the CA into all kubeconfigs that it knows.
+    let trust = match (decision.action, seen.trust) {
+        (Action::Publish, Trust::Incomplete) => Trust::Since(seen.now),
+        (_, trust) => trust,
+    };
+    let switch = Utc(stage::expected_switch(seen.current, trust)).seconds();
+    let current = pairs.current.window;
+    let until = Utc(current.until).seconds();
+    match decision.action {
+        Action::Keep if pairs.next.is_none() => format!(
+            "the next local CA is published after {}; --force publishes it now",
+            Utc(current.renewal_time()).seconds()
+        ),
+        Action::Keep if lacking.is_empty() => format!(
+            "the next local CA is published; its certificate is served after {switch}; --force serves it now"
+        ),
+        Action::Keep => format!(
+            "the next local CA is published; its certificate is served after {switch}, or as soon as this has its CA, \
+             too: {}",
+            lacking.join(", ")
+        ),
+        Action::Publish => format!(
+            "published the next local CA; its certificate is served after {switch}, and clients that run since before \
+             now must be restarted until then; --force serves it now"
+        ),
+        Action::Switch => format!("the next certificate is served, until {until}"),
+        Action::Return => format!("the previous certificate is served again, until {until}"),
+        Action::Replace => format!("a new certificate is served, until {until}"),
     }
 }

@@ -1,30 +1,29 @@
 //! Plans the local CA and the serving certificate of a listener in mode `terminate`. The existing files are
-//! kept while they are current.
+//! kept while they are valid.
 
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use jackstay_sys::files;
 use jackstay_sys::files::{PRIVATE, PUBLIC};
-use rustls::pki_types::CertificateDer;
 
 use super::config_file::ListenerTlsSection;
 use super::error::SetupError;
 use super::plan::{OutputFile, SetupPlan, SetupRequest};
 use crate::config::CertPaths;
-use crate::net::tls::certificate::CertInfo;
+use crate::net::tls::certificate::{CertInfo, Validity};
 use crate::net::tls::local_ca::{self, NewServingCert};
 use crate::net::tls::pem_files::{self, valid_certificates};
 
 /// The name of the file with the certificate of the local CA, beside the serving certificate.
 const CA_FILE: &str = "local-ca.crt";
-/// Maximum size of that file, which holds two certificates.
-const MAX_CA_FILE: u64 = 64 << 10;
+/// Maximum size of that file and of a pair, which hold a few certificates.
+pub(super) const MAX_CA_FILE: u64 = 64 << 10;
 
 /// The files of a local CA: its certificate, and the serving certificate with its key.
 #[derive(Debug, Clone)]
 pub(super) struct ServingFiles {
-    /// The certificate of the CA, and that of the previous one while it is valid.
+    /// The certificate of the CA, beside that of the next or the previous one.
     pub(super) ca: PathBuf,
     /// The serving certificate and its key.
     pub(super) serving: PathBuf,
@@ -32,15 +31,13 @@ pub(super) struct ServingFiles {
 
 /// A serving certificate and its CA, both from their files.
 pub(super) struct ExistingServingCert {
-    /// The certificate of the CA, then that of the previous one.
-    pub(super) ca: Vec<CertificateDer<'static>>,
-    /// The content of the file with them.
-    pub(super) ca_pem: Vec<u8>,
+    /// The content of the file with the CAs that clients are to trust.
+    ca_pem: Vec<u8>,
     /// The names in the serving certificate.
-    pub(super) names: Vec<String>,
+    names: Vec<String>,
     /// Subject and validity of the serving certificate.
-    pub(super) info: CertInfo,
-    /// Whether the CA is constrained to names and has signed the serving certificate.
+    info: CertInfo,
+    /// Whether one of the CAs is constrained to names and has signed the serving certificate.
     is_of_ca: bool,
 }
 
@@ -65,11 +62,14 @@ impl ServingFiles {
         let ca_pem = files::read(&self.ca, MAX_CA_FILE)
             .map_err(|error| SetupError::LocalCaFile(self.ca.clone(), error))?;
         let ca = valid_certificates(&ca_pem);
-        let first = ca.first().ok_or_else(|| SetupError::NoLocalCa(self.ca.clone()))?;
+        if ca.is_empty() {
+            return Err(SetupError::NoLocalCa(self.ca.clone()));
+        }
         let names = local_ca::subject_alt_names(&loaded.chain[0])
             .map_err(|error| SetupError::ServingNames(self.serving.clone(), error))?;
-        let is_of_ca = local_ca::is_constrained_issuer(first, &loaded.chain[0]);
-        Ok(ExistingServingCert { ca, ca_pem, names, info: loaded.info.clone(), is_of_ca })
+        let is_issuer = |ca| local_ca::is_constrained_issuer(ca, &loaded.chain[0]);
+        let is_of_ca = ca.iter().any(is_issuer);
+        Ok(ExistingServingCert { ca_pem, names, info: loaded.info.clone(), is_of_ca })
     }
 
     /// The content of both files, that of the CA first, which clients must trust before the certificate is
@@ -93,13 +93,14 @@ impl ServingFiles {
 }
 
 impl ExistingServingCert {
-    /// Whether the certificate need not be renewed yet.
-    pub(super) fn is_current(&self, now: SystemTime) -> bool {
-        self.is_of_ca && now < local_ca::renewal_time(&self.info)
+    /// Whether the certificate is valid. One that is due for renewal is kept: another CA would cut off the clients that
+    /// run, and a renewal tells them of it first.
+    fn is_usable(&self, now: SystemTime) -> bool {
+        self.is_of_ca && self.info.validity(now) == Validity::Valid
     }
 }
 
-/// Plans a local CA and a serving certificate unless current ones exist. Returns the `tls` section of the
+/// Plans a local CA and a serving certificate unless valid ones exist. Returns the `tls` section of the
 /// listener.
 ///
 /// # Errors
@@ -117,7 +118,7 @@ pub(super) fn plan(
     }
     let files = ServingFiles::in_directory(directory);
     let current = files.read().ok().filter(|existing| {
-        existing.is_current(request.now) && names.iter().all(|name| existing.names.contains(name))
+        existing.is_usable(request.now) && names.iter().all(|name| existing.names.contains(name))
     });
     let ca_pem = if let Some(existing) = current {
         existing.ca_pem
@@ -179,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn plan_existing_files_are_kept_while_they_are_current() {
+    fn plan_existing_files_are_kept_while_they_are_valid() {
         let dir = tempfile::tempdir().unwrap();
         let request = request(dir.path());
         let first = planned(&request, dir.path());
@@ -192,8 +193,8 @@ mod tests {
         assert_eq!(again.local_ca, first.local_ca);
         let days = |days: u64| request.now + Duration::from_secs(days * 24 * 3600);
         let later = |days_later| SetupRequest { now: days(days_later), ..request.clone() };
-        assert!(planned(&later(240), dir.path()).files.is_empty());
-        assert_eq!(planned(&later(250), dir.path()).files.len(), 2, "two thirds of the lifetime");
+        assert!(planned(&later(250), dir.path()).files.is_empty(), "two thirds of the lifetime");
+        assert_eq!(planned(&later(366), dir.path()).files.len(), 2, "expired");
         let other = SetupRequest { node_name: "node-2".into(), ..request.clone() };
         assert_eq!(planned(&other, dir.path()).files.len(), 2, "the CA is not for this name");
     }

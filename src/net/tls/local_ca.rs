@@ -331,6 +331,16 @@ pub fn is_constrained_issuer(der: &CertificateDer<'_>, certificate: &Certificate
         })
 }
 
+/// Whether both are CAs that are constrained to names and have the same subject, as the generations of one local CA.
+pub fn are_constrained_with_one_name(one: &CertificateDer<'_>, other: &CertificateDer<'_>) -> bool {
+    let subject = |der: &CertificateDer<'_>| {
+        let (_, ca) = X509Certificate::from_der(der).ok()?;
+        let is_constrained = ca.name_constraints().is_ok_and(|constraints| constraints.is_some());
+        (ca.is_ca() && is_constrained).then(|| ca.subject().as_raw().to_vec())
+    };
+    subject(one).is_some_and(|one| subject(other) == Some(one))
+}
+
 /// The issuer of a certificate, such as `CN=kubernetes`; `?` if it cannot be parsed.
 pub fn issuer_name(der: &CertificateDer<'_>) -> String {
     let issuer = X509Certificate::from_der(der).map(|(_, c)| c.issuer().to_string());

@@ -27,12 +27,12 @@ use crate::doctor::target::{
 };
 use crate::doctor::{examine, findings, report};
 use crate::install::{bypass, kubelet};
-use crate::install::systemd::Systemd;
 use crate::kubeconfig::{
     KubeconfigError, KubeconfigFiles, KubeconfigPaths, ResolveError, ResolvedContext, ServerUrl,
     ServerUrlError,
 };
 use crate::observe::quantity;
+use crate::systemd::Systemd;
 
 /// The directory of static pods of kubeadm.
 const STATIC_PODS: &str = "/etc/kubernetes/manifests";
@@ -255,7 +255,8 @@ fn plan_of_config(file: &Path) -> Result<ExaminationPlan, DoctorError> {
     Ok(match config::load(file, config::environment(), &Overrides::default()) {
         Ok(loaded) => match target::of_config(&loaded.config) {
             Ok(plan) => {
-                let mut notes = check::check_files(file, &loaded.config, SystemTime::now()).warnings;
+                let mut notes =
+                    check::check_files(file, &loaded.config, SystemTime::now()).warnings;
                 notes.extend(bypass::note(Path::new("/proc"), &Systemd));
                 let running = running_addresses(loaded.config.admin.bind);
                 ExaminationPlan { running, notes, ..plan }

@@ -5,8 +5,8 @@ use std::path::Path;
 use super::host::check_kubeconfig_stays;
 use super::journal::{DIRECTORY, Journal, Phase, Store};
 use super::kubelet;
-use super::systemd::ServiceManager;
 use crate::kubeconfig::{KubeconfigFile, ServerUrl, recorded_original};
+use crate::systemd::ServiceManager;
 
 /// Maximum size of the kubeconfig in bytes.
 const MAX_KUBECONFIG: u64 = 1 << 20;

@@ -12,8 +12,8 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 
 use self::process::{Process, Program};
-use super::systemd::ServiceManager;
 use crate::kubeconfig::setup::rotated::CERTIFICATE_DIRECTORY;
+use crate::systemd::ServiceManager;
 
 /// Programs that contain kubelet and manage its kubeconfig themselves, with the page that says how to use jackstay
 /// there.
@@ -242,7 +242,7 @@ fn static_pods(file: &Path) -> Result<Option<PathBuf>, KubeletError> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::install::systemd::CommandError;
+    use crate::systemd::CommandError;
 
     /// A systemd that answers `systemctl show` with this text.
     struct Units(&'static str);

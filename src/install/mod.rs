@@ -27,7 +27,6 @@ pub mod journal;
 pub mod kubelet;
 pub mod service;
 pub mod steps;
-pub use crate::systemd;
 pub mod transaction;
 pub mod undo;
 pub mod upgrade;

@@ -17,13 +17,13 @@ use serde_json::Value;
 
 use super::journal::{FileRecord, Journal, JournalError, Phase, Store, content, digest_of};
 use super::service::{RECOVERY_UNIT, RECOVERY_UNIT_FILE, RENEWAL_TIMER, RENEWAL_UNIT};
-use super::systemd::{CommandError, ServiceManager, property};
 use super::transaction::{
     Restored, put_back, remove_directories, restore, restore_previous, write, write_like,
 };
 use crate::kubeconfig::rewrite::revert;
 use crate::kubeconfig::setup::renewal::kept_files;
 use crate::kubeconfig::{KubeconfigFile, ServerUrl, kubeconfig_yaml, recorded_original};
+use crate::systemd::{CommandError, ServiceManager, property};
 
 /// Limit for the end of a static pod: `terminationGracePeriodSeconds` of the manifest, and what kubelet needs to notice.
 const END_LIMIT: Duration = Duration::from_secs(45);

@@ -18,10 +18,10 @@ use std::time::Duration;
 
 use super::journal::{Journal, JournalError, NewContent, Store, content, digest_of};
 use super::service::{GUARD_UNIT, Service, UNIT};
-use super::systemd::{CommandError, ServiceManager, property};
 use super::transaction::{restore_previous, write};
 use super::undo::UndoError;
 use crate::kubeconfig::setup::OutputFile;
+use crate::systemd::{CommandError, ServiceManager, property};
 
 /// How long the new program may take until it has taken over. `tests/packages` needs less than a second.
 pub const TAKEOVER_LIMIT: Duration = Duration::from_secs(20);

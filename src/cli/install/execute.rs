@@ -15,10 +15,10 @@ use crate::doctor::image::{InstalledTools, pin};
 use crate::install::journal::{Journal, JournalDraft, NewContent, Phase, Store};
 use crate::install::service::{GUARD_UNIT_FILE, STATE, ServiceForm, UNITS};
 use crate::install::steps::{Step, StepInput, steps, written};
-use crate::install::systemd::{ServiceManager, Systemd};
 use crate::install::transaction::{write, write_like};
 use crate::install::undo::undo;
 use crate::kubeconfig::setup::OutputFile;
+use crate::systemd::{ServiceManager, Systemd};
 
 /// Interval at which the state of jackstay and of the node is read.
 pub(super) const POLL: Duration = Duration::from_millis(500);

@@ -23,9 +23,9 @@ use crate::install::service::{
     CONFIG, PROGRAM, RENEWAL_TIMER, RENEWAL_UNIT, STATE, Service, ServiceForm, ServiceRequest,
     UNIT, guard_unit, recovery_unit, service,
 };
-use crate::install::systemd::{Systemd, property};
 use crate::kubeconfig::setup::OutputFile;
 use crate::kubeconfig::{Credential, KubeconfigFiles, KubeconfigPaths, PemSource, ServerUrl};
+use crate::systemd::{Systemd, property};
 
 /// How long the doctor observes the apiservers.
 const EXAMINATION: Duration = Duration::from_secs(5);

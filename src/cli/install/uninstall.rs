@@ -8,9 +8,9 @@ use crate::install::journal::{Journal, JournalError, Store};
 use crate::install::service::{
     GUARD_UNIT, GUARD_UNIT_FILE, RECOVERY_UNIT, guard_unit, recovery_unit,
 };
-use crate::install::systemd::{ServiceManager, Systemd};
 use crate::install::transaction::write;
 use crate::install::undo::{UndoError, Undone, finish, undo};
+use crate::systemd::{ServiceManager, Systemd};
 
 /// Undoes the change in the journal.
 ///

@@ -20,7 +20,6 @@ use crate::install::journal::{Journal, Store, content, digest_of};
 use crate::install::service::{
     RECOVERY_UNIT, RENEWAL_UNIT, Service, ServiceForm, ServiceRequest, UNIT, UNITS, service,
 };
-use crate::install::systemd::{CommandError, ServiceManager, Systemd};
 use crate::install::undo::{UndoError, finish};
 use crate::install::upgrade::{
     OfferedVersion, UpgradeError, UpgradeHost, UpgradePlan, UpgradeRecovery, plan, recover,
@@ -28,6 +27,7 @@ use crate::install::upgrade::{
 };
 use crate::kubeconfig::setup::{OutputFile, SetupMode};
 use crate::observe::build;
+use crate::systemd::{CommandError, ServiceManager, Systemd};
 
 /// This machine.
 pub(super) struct Machine {

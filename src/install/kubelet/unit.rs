@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use super::process::Process;
-use crate::install::systemd::ServiceManager;
+use crate::systemd::ServiceManager;
 
 /// The main process of each running service, and its unit.
 pub(super) type MainProcesses = BTreeMap<u32, String>;

@@ -972,6 +972,61 @@ fn invalid_environment_variable_is_refused() {
 }
 
 #[test]
+fn metrics_bind_needs_tls_and_clients_that_may_read() {
+    let at = |keys: &str| with("{bind: '127.0.0.1:9643'}", &format!("{{{keys}}}"));
+    let pair = "metrics_cert_file: /c, metrics_key_file: /k";
+    let reviews = "metrics_review_upstream: u";
+    let tls_only = "is required with admin.metrics_bind: the metrics are served over TLS only";
+    for keys in [
+        format!("metrics_bind: '0.0.0.0:9646', {pair}, {reviews}"),
+        format!(
+            "metrics_bind: '[::]:9646', {pair}, metrics_client_ca_file: /ca, metrics_client_name: p"
+        ),
+        format!("metrics_bind: '10.0.0.5:9646', {pair}, {reviews}, metrics_client_ca_file: /ca"),
+    ] {
+        assert_eq!(errors(at(&keys)), [""; 0], "{keys}");
+    }
+    for (keys, expected) in [
+        (
+            format!("metrics_bind: '0.0.0.0:9646', {reviews}"),
+            vec![
+                format!("f: admin.metrics_cert_file: {tls_only}"),
+                format!("f: admin.metrics_key_file: {tls_only}"),
+            ],
+        ),
+        (
+            format!("metrics_bind: '0.0.0.0:9646', {pair}, metrics_client_ca_file: /ca"),
+            vec!["f: admin.metrics_bind: needs admin.metrics_review_upstream (reviews of tokens) or \
+                  admin.metrics_client_ca_file with admin.metrics_client_name (a client certificate): nobody \
+                  could read the metrics".to_owned()],
+        ),
+        (
+            format!("metrics_bind: '0.0.0.0:9646', {pair}, metrics_client_name: p"),
+            vec!["f: admin.metrics_client_ca_file: is required with admin.metrics_client_name: the CA of these \
+                  client certificates".to_owned()],
+        ),
+        (
+            format!("metrics_bind: '0.0.0.0:9646', {pair}, metrics_review_upstream: v"),
+            vec!["f: admin.metrics_review_upstream: there is no upstream \"v\"; there is u".to_owned()],
+        ),
+        (
+            format!("bind: '0.0.0.0:9646', metrics_bind: '10.0.0.5:9646', {pair}, {reviews}"),
+            vec!["f: admin.metrics_bind: 10.0.0.5:9646 collides with 0.0.0.0:9646, bound at admin.bind".to_owned()],
+        ),
+        (
+            reviews.to_owned(),
+            vec!["f: admin.metrics_review_upstream: has no effect without admin.metrics_bind".to_owned()],
+        ),
+    ] {
+        assert_eq!(errors(at(&keys)), expected, "{keys}");
+    }
+    // The tokens of clients go only to servers that are verified.
+    let text = at(&format!("metrics_bind: '0.0.0.0:9646', {pair}, metrics_review_upstream: v"))
+        .replace("upstreams:\n", "upstreams:\n- {name: v, endpoints: ['10.0.0.2:1']}\n");
+    assert_eq!(errors(text), ["f: upstreams[0].tls.ca_file: is required: the path of a file"]);
+}
+
+#[test]
 fn exposed_admin_endpoint_and_unused_upstream_are_warnings() {
     let text = with("'127.0.0.1:9643'", "'0.0.0.0:9643'").replace(
         "upstreams:\n",
@@ -986,7 +1041,7 @@ fn exposed_admin_endpoint_and_unused_upstream_are_warnings() {
         [
             format!(
                 "{path}: line 1: admin.bind: not a loopback address: every host that can connect to it can \
-                 read status and metrics"
+                 read status and metrics; admin.metrics_bind serves the metrics alone, to authorised clients"
             ),
             format!("{path}: line 4: upstreams[0].name: no listener uses the upstream \"v\""),
         ]

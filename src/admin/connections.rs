@@ -102,13 +102,24 @@ impl Connections {
     where
         S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
     {
+        let provider = Arc::clone(&self.provider);
+        self.add_with(source, |arrived| serve(stream, on_loopback, provider, arrived)).await;
+    }
+
+    /// Like [`Self::add`], with another way to serve the connection, which sets the flag when the request is complete.
+    pub(super) async fn add_with<F>(
+        &mut self,
+        source: Source,
+        serve: impl FnOnce(Arc<AtomicBool>) -> F,
+    ) where
+        F: Future<Output = ()> + Send + 'static,
+    {
         self.make_room().await;
         let has_request = Arc::new(AtomicBool::new(false));
-        let (provider, arrived) = (Arc::clone(&self.provider), Arc::clone(&has_request));
+        // After the timeout the connection is closed without a response.
+        let serve = tokio::time::timeout(CONNECTION_TIME, serve(Arc::clone(&has_request)));
         let task = self.tasks.spawn(async move {
-            let serve = serve(stream, on_loopback, provider, arrived);
-            // After the timeout the connection is closed without a response.
-            let _ = tokio::time::timeout(CONNECTION_TIME, serve).await;
+            let _ = serve.await;
         });
         self.slots.push_back(Slot { source, opened: clock::now(), has_request, task });
     }
@@ -197,12 +208,18 @@ async fn serve<S>(
         let response = routes::respond(&request, on_loopback, &*provider);
         async { Ok::<_, Infallible>(response) }
     });
-    let connection = http1::Builder::new()
+    let connection = http1_server().serve_connection(TokioIo::new(stream), service);
+    // hyper answers a malformed request with 400. Other errors concern only this client.
+    let _ = pin!(connection).await;
+}
+
+/// A server for one request of bounded size and time.
+pub(super) fn http1_server() -> http1::Builder {
+    let mut server = http1::Builder::new();
+    server
         .timer(TokioTimer::new())
         .header_read_timeout(HEADER_TIMEOUT)
         .max_buf_size(MAX_HEAD)
-        .keep_alive(false) // probes are seconds apart, and an idle connection would occupy a slot
-        .serve_connection(TokioIo::new(stream), service);
-    // hyper answers a malformed request with 400. Other errors concern only this client.
-    let _ = pin!(connection).await;
+        .keep_alive(false); // probes are seconds apart, and an idle connection would occupy a slot
+    server
 }

@@ -9,13 +9,15 @@
 //! host's network namespace can flood a TCP port, but not a socket in a private directory. Probes whose
 //! failure restarts the process should therefore use the Unix socket.
 //!
-//! There is no authentication: every process that can connect can read. The address is therefore on
+//! Another address can serve the metrics alone to authorised clients in the network ([`authorised_metrics`]). Here
+//! there is no authentication: every process that can connect can read. The address is therefore on
 //! loopback by default, and no response contains a secret. By DNS rebinding, a page in a browser on the node
 //! can also connect: its host name is made to resolve to 127.0.0.1. On a loopback address, only requests
 //! whose `Host` is an IP literal or `localhost` are therefore served; such a page cannot use these names. On
 //! other addresses every `Host` is accepted: kubelet's probes use the host's IP, Prometheus may use a name,
 //! and the operator has opened the address to the network.
 
+pub mod authorised_metrics;
 mod connections;
 mod routes;
 mod server;

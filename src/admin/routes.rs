@@ -35,6 +35,16 @@ not found; the paths are:
   /         status page
 ";
 
+/// The response with the metrics.
+pub(super) fn metrics(provider: &dyn StatusProvider) -> Response<String> {
+    reply(StatusCode::OK, METRICS, provider.metrics())
+}
+
+/// A response with one line of text.
+pub(super) fn line(code: StatusCode, text: &str) -> Response<String> {
+    reply(code, TEXT, format!("{}\n", one_line(text)))
+}
+
 /// The response to `request`. hyper omits the body for HEAD.
 pub(super) fn respond<B>(
     request: &Request<B>,
@@ -69,7 +79,7 @@ pub(super) fn respond<B>(
                 if readiness.ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
             reply(code, TEXT, readyz(&readiness))
         }
-        "/metrics" => reply(StatusCode::OK, METRICS, provider.metrics()),
+        "/metrics" => metrics(provider),
         "/status" => reply(StatusCode::OK, JSON, json(&provider.status())),
         "/events" => reply(StatusCode::OK, JSON, json(&provider.events())),
         "/history" => reply(StatusCode::OK, JSON, json(&provider.history())),

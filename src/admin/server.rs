@@ -120,7 +120,7 @@ fn is_on_loopback(stream: &TcpStream) -> bool {
 }
 
 /// Logs a failed accept, and delays the next one.
-async fn log_and_pause(error: &io::Error, warnings: &mut RepeatFilter) {
+pub(super) async fn log_and_pause(error: &io::Error, warnings: &mut RepeatFilter) {
     if warnings.admit("accept", clock::now()).is_some() {
         tracing::warn!(%error, "admin endpoint cannot accept a connection");
     }

@@ -46,6 +46,8 @@ pub struct ActiveConfig {
     pub sockets: Vec<Arc<BoundSocket>>,
     /// The TCP socket of the admin endpoint.
     pub admin: Arc<AdminSocket>,
+    /// TLS of `admin.metrics_bind`.
+    pub metrics_tls: Option<Arc<ServingTls>>,
     /// Opens the connections to endpoints.
     connector: Arc<Connector>,
 }
@@ -189,9 +191,11 @@ impl PreparedConfig {
                 listeners: Vec::new(),
                 sockets: Vec::new(),
                 admin,
+                metrics_tls: None,
                 connector,
             },
         };
+        prepared.load_metrics_tls(files, current)?;
         for upstream in &config.upstreams {
             prepared.add_upstream(upstream, files, current, (metrics, memory))?;
         }
@@ -243,6 +247,25 @@ impl PreparedConfig {
         self.next
     }
 
+    /// Loads the TLS files of `admin.metrics_bind`.
+    fn load_metrics_tls(
+        &mut self,
+        files: &mut LoadedFiles,
+        current: Option<&ActiveConfig>,
+    ) -> Result<(), StartError> {
+        let Some(wanted) = self.next.config.admin.metrics_files() else { return Ok(()) };
+        let loaded = serving::LoadedServingTls::load(&wanted, files)?;
+        let current = current.and_then(|current| current.metrics_tls.as_ref());
+        self.next.metrics_tls = Some(match current {
+            Some(tls) => {
+                self.serving.push((Arc::clone(tls), loaded));
+                Arc::clone(tls)
+            }
+            None => Arc::new(ServingTls::new(loaded)),
+        });
+        Ok(())
+    }
+
     fn add_upstream(
         &mut self,
         config: &config::Upstream,
@@ -287,7 +310,7 @@ impl PreparedConfig {
     ) -> Result<ListenerMode, StartError> {
         match &config.mode {
             config::Mode::Terminate(terminate) => {
-                let loaded = serving::LoadedServingTls::load(terminate, files)?;
+                let loaded = serving::LoadedServingTls::load(&terminate.files(), files)?;
                 let mut current = current.iter().flat_map(|current| &current.listeners);
                 let current = current.find(|current| current.name() == config.name);
                 let tls = match current.and_then(|current| current.mode.tls()) {

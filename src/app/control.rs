@@ -14,6 +14,7 @@
 //! | takeover request in a drain | sends the socket of the admin endpoint to the new process, and gives it up when that serves |
 
 mod drain;
+mod metrics_server;
 mod tasks;
 
 use std::io;

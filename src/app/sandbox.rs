@@ -14,7 +14,7 @@ use jackstay_sys::process::sandbox::seccomp::Violation;
 use jackstay_sys::process::sandbox::{landlock, seccomp};
 use serde::Serialize;
 
-use crate::config::{Config, IdentitySource, Sandbox, Seccomp, Switch};
+use crate::config::{Admin, Config, IdentitySource, Sandbox, Seccomp, Switch};
 use crate::control::discovery::kubeconfig;
 use crate::net::dns::ResolverFiles;
 use crate::upstream::credentials::files_of_identity;
@@ -215,6 +215,20 @@ fn all_rules(config: &Config, file: Option<&Path>) -> FileRules {
     rules
 }
 
+/// The files of the admin endpoint.
+fn add_admin_files(admin: &Admin, add: &mut impl FnMut(String, &Path, FileUse)) {
+    for (key, path, usage) in [
+        ("socket", &admin.socket, FileUse::Replace),
+        ("metrics_cert_file", &admin.metrics_cert_file, FileUse::Read),
+        ("metrics_key_file", &admin.metrics_key_file, FileUse::Read),
+        ("metrics_client_ca_file", &admin.metrics_client_ca_file, FileUse::Read),
+    ] {
+        if let Some(path) = path {
+            add(format!("admin.{key}"), path, usage);
+        }
+    }
+}
+
 /// The files that `config` names, also by its kubeconfigs, and those of the resolver if it has DNS names.
 fn named_files(config: &Config) -> Vec<NamedFile> {
     let mut files = Vec::new();
@@ -224,9 +238,7 @@ fn named_files(config: &Config) -> Vec<NamedFile> {
     if let Some(path) = &config.state_dir {
         add("state_dir".into(), path, FileUse::Directory);
     }
-    if let Some(path) = &config.admin.socket {
-        add("admin.socket".into(), path, FileUse::Replace);
-    }
+    add_admin_files(&config.admin, &mut add);
     for (i, upstream) in config.upstreams.iter().enumerate() {
         let at = format!("upstreams[{i}]");
         if upstream.endpoints.iter().any(EndpointAddress::is_name) {

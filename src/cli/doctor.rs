@@ -134,7 +134,7 @@ pub(super) fn run(args: &DoctorArgs) -> ExitCode {
 
 /// The directory of kubelet's static pods; that of kubeadm if no kubelet runs.
 fn static_pods() -> PathBuf {
-    let kubelet = kubelet::find(Path::new("/proc")).ok();
+    let kubelet = kubelet::find(Path::new("/proc"), &Systemd).ok();
     kubelet.and_then(|kubelet| kubelet.static_pods).unwrap_or_else(|| STATIC_PODS.into())
 }
 

@@ -16,9 +16,15 @@ use super::report::{COMMAND_LINE, DEFAULT, ENV_PREFIX, ENVIRONMENT, Report};
 use super::yaml::{self, YamlMistake};
 
 /// Every key outside lists, with its default as text.
-const SCALARS: [(&str, &str); 15] = [
+const SCALARS: [(&str, &str); 21] = [
     ("admin.bind", "127.0.0.1:9643"),
     ("admin.socket", ""),
+    ("admin.metrics_bind", ""),
+    ("admin.metrics_cert_file", ""),
+    ("admin.metrics_key_file", ""),
+    ("admin.metrics_client_ca_file", ""),
+    ("admin.metrics_client_name", ""),
+    ("admin.metrics_review_upstream", ""),
     ("state_dir", "/var/lib/jackstay"),
     ("workers", "1"),
     ("identity_lane", "true"),

@@ -207,6 +207,15 @@ pub struct ServingCert {
     pub issuer: Option<CertPaths>,
 }
 
+/// The files with which a server terminates TLS.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ServingFiles {
+    /// Serving certificate.
+    pub tls: ServingCert,
+    /// CA bundle that verifies client certificates; `None` requests none.
+    pub client_ca_file: Option<PathBuf>,
+}
+
 /// The settings of mode `terminate`.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Terminate {
@@ -228,6 +237,13 @@ pub struct Terminate {
     pub passed_through: Option<Box<PassedThrough>>,
     /// Limits of connections and requests.
     pub limits: TerminateLimits,
+}
+
+impl Terminate {
+    /// Its TLS files.
+    pub fn files(&self) -> ServingFiles {
+        ServingFiles { tls: self.tls.clone(), client_ca_file: self.client_ca_file.clone() }
+    }
 }
 
 /// The settings of mode `passthrough`.

@@ -15,7 +15,7 @@ use jackstay_core::discovery::address::EndpointAddress;
 use jackstay_core::request::path_prefix::PathPrefix;
 use serde::Serialize;
 
-use super::listener::{CertPaths, Listener};
+use super::listener::{CertPaths, Listener, ServingCert, ServingFiles};
 use super::logging::Log;
 use super::sandbox::Sandbox;
 use super::serialize as as_in_file;
@@ -88,6 +88,49 @@ pub struct Admin {
     /// Unix socket with the same endpoints, for probes that must not depend on a TCP port.
     #[serde(serialize_with = "as_in_file::optional_text")]
     pub socket: Option<PathBuf>,
+    /// Another address, which serves only the metrics, over TLS and to authorised clients.
+    #[serde(serialize_with = "as_in_file::optional_display")]
+    pub metrics_bind: Option<SocketAddr>,
+    /// Its serving certificate; set if `metrics_bind` is.
+    #[serde(serialize_with = "as_in_file::optional_text")]
+    pub metrics_cert_file: Option<PathBuf>,
+    /// The key of that certificate.
+    #[serde(serialize_with = "as_in_file::optional_text")]
+    pub metrics_key_file: Option<PathBuf>,
+    /// CA bundle that verifies client certificates there; `None` requests none.
+    #[serde(serialize_with = "as_in_file::optional_text")]
+    pub metrics_client_ca_file: Option<PathBuf>,
+    /// The common name of the client certificates that need no review.
+    #[serde(serialize_with = "as_in_file::optional_text")]
+    pub metrics_client_name: Option<String>,
+    /// The upstream whose apiservers review tokens and other client certificates.
+    #[serde(serialize_with = "as_in_file::optional_text")]
+    pub metrics_review_upstream: Option<String>,
+}
+
+impl Admin {
+    /// Only the local addresses.
+    pub fn new(bind: SocketAddr, socket: Option<PathBuf>) -> Self {
+        Self {
+            bind,
+            socket,
+            metrics_bind: None,
+            metrics_cert_file: None,
+            metrics_key_file: None,
+            metrics_client_ca_file: None,
+            metrics_client_name: None,
+            metrics_review_upstream: None,
+        }
+    }
+
+    /// The TLS files of `metrics_bind`.
+    pub fn metrics_files(&self) -> Option<ServingFiles> {
+        self.metrics_bind?;
+        let cert_file = self.metrics_cert_file.clone()?;
+        let paths = CertPaths { cert_file, key_file: self.metrics_key_file.clone()? };
+        let client_ca_file = self.metrics_client_ca_file.clone();
+        Some(ServingFiles { tls: ServingCert { paths, issuer: None }, client_ca_file })
+    }
 }
 
 /// Shutdown after a termination signal or a takeover.

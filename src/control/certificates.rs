@@ -12,7 +12,7 @@ mod skipped_watch;
 use std::cell::RefCell;
 use std::collections::BTreeSet;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use jackstay_sys::clock;
 use jackstay_sys::utc::{Utc, wall_clock};

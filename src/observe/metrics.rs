@@ -197,6 +197,11 @@ impl Metrics {
         self.registry.gauge(&names::CONFIG_RELOAD_OK, &[]).set(f64::from(u8::from(ok)));
     }
 
+    /// Counts a response on `admin.metrics_bind`, by what was found out of the client.
+    pub fn metrics_response(&self, outcome: &'static str) {
+        self.registry.count(&names::METRICS_RESPONSES, &[outcome], 1);
+    }
+
     /// The handle of a certificate in use, by kind (`serving`, `client_ca`, `identity`, `upstream_ca` or
     /// `probe_token`) and configured name. The series exist while the handle does.
     pub fn certificate_expiry(&self, kind: &'static str, name: &str) -> Arc<CertificateExpiry> {
@@ -383,6 +388,7 @@ mod tests {
             listeners: vec![["apiserver", "terminate", "control-plane"].map(str::to_owned)],
             usable_endpoints: vec![("control-plane".to_owned(), 1)],
         });
+        metrics.metrics_response("served");
         metrics.retried("refused_stream");
         metrics.retry_refused("unsafe");
         metrics.hedged("original");

@@ -182,6 +182,9 @@ table! {
     DISCOVERY_CHANGES = Counter "jackstay_discovery_changes_total" ["upstream", "change"] "endpoints",
         "Endpoints that joined or left.";
 
+    METRICS_RESPONSES = Counter "jackstay_metrics_responses_total" ["outcome"] "responses",
+        "Responses on admin.metrics_bind: served, unauthenticated (401), forbidden (403), busy (429: too many reviews), unavailable (503: no apiserver has reviewed the credential); and connections closed at once, too_many_connections.";
+
     PROCESS_CPU = Counter "process_cpu_seconds_total" [] "seconds",
         "User and system CPU time of the process.";
     PROCESS_OPEN_FDS = Gauge "process_open_fds" [] "descriptors",

@@ -202,7 +202,8 @@ async fn resume_fails_when_the_client_certificate_has_expired() {
     let certs = Certs::new();
     let mut config = certs.config(&[]);
     let tls = Arc::new(ServingTls::new(
-        LoadedServingTls::load(terminate_mode(&mut config), &mut LoadedFiles::default()).unwrap(),
+        LoadedServingTls::load(&terminate_mode(&mut config).files(), &mut LoadedFiles::default())
+            .unwrap(),
     ));
     let not_after = SystemTime::now() + PATIENCE / 2;
     let validity = Validity { not_after, ..Validity::usual() };

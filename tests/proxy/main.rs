@@ -24,6 +24,7 @@ mod limited_pings;
 mod limits;
 mod line_windows;
 mod memory_budget;
+mod metrics_bind;
 mod new_tokens;
 mod outage;
 mod overload;

@@ -1,6 +1,8 @@
 """Apiservers join, leave and move while one endpoint is configured; kubectl and a hollow kubelet notice nothing."""
 
+import http.client
 import json
+import ssl
 import time
 import unittest
 import uuid
@@ -176,3 +178,54 @@ class Discovery(RigCase, unittest.TestCase):
         log_text = self.jackstay.process.logfile.read_text(errors="replace")
         for words in ("more than 64 endpoints", "of address type FQDN", f"{OWN_ADDRESS}: jackstay's own address, requests would loop"):
             self.assertIn(words, log_text)
+
+
+class Metrics(RigCase, unittest.TestCase):
+    """`admin.metrics_bind`: reviews of tokens by a real apiserver, asked for with the certificate of a node."""
+
+    PORT = 9661
+
+    @classmethod
+    def prepare(cls):
+        rig = cls.rig
+        admin = rig.kubeconfig("metrics-admin", rig.server("a"), cert=rig.admin_cert)
+        rig.control.must("POST", "/api/v1/namespaces", {"metadata": {"name": "monitoring"}})
+        cls.addClassCleanup(rig.control.must, "DELETE", "/api/v1/namespaces/monitoring")
+        done = rig.kubectl(admin, "apply", "-f", REPOSITORY / "deploy/rbac/metrics.yaml")
+        assert done.returncode == 0, done.stderr
+
+        def adapt(config):
+            cert, key = rig.serving_cert
+            config["admin"] |= {"metrics_bind": f"127.0.0.1:{cls.PORT}", "metrics_cert_file": cert, "metrics_key_file": key,
+                                "metrics_review_upstream": "control-plane"}
+
+        cls.jackstay = Jackstay(rig, [rig.admin_cert], None, adapt, log_name="jackstay-metrics", port=7460, admin=9660)
+        cls.addClassCleanup(cls.jackstay.stop)
+        cls.jackstay.start()
+
+    def token(self, name):
+        """A token of a new ServiceAccount."""
+        path = "/api/v1/namespaces/monitoring/serviceaccounts"
+        self.rig.control.must("POST", path, {"metadata": {"name": name}})
+        review = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {"expirationSeconds": 600}}
+        return self.rig.control.must("POST", f"{path}/{name}/token", review)["status"]["token"]
+
+    def get(self, token=None, path="/metrics"):
+        context = ssl.create_default_context(cafile=self.rig.pki.ca)
+        connection = http.client.HTTPSConnection("127.0.0.1", self.PORT, timeout=10, context=context)
+        try:
+            connection.request("GET", path, headers={"Authorization": f"Bearer {token}"} if token else {})
+            response = connection.getresponse()
+            return response.status, response.read().decode()
+        finally:
+            connection.close()
+
+    def test_tokens_are_reviewed(self):
+        prometheus, other = self.token("prometheus"), self.token("other")
+        self.assertEqual(self.get()[0], 401)
+        self.assertEqual(self.get(prometheus[:-8] + "AAAAAAAA")[0], 401)
+        self.assertEqual(self.get(other), (403, "this user may not get the non-resource URL /metrics\n"))
+        code, page = self.get(prometheus)
+        self.assertEqual(code, 200, page)
+        self.assertIn("jackstay_build_info", page)
+        self.assertEqual(self.get(prometheus, "/status")[0], 404)

@@ -101,7 +101,7 @@ impl Certs {
     /// with the defaults, `/readyz` is probed every second, and a drain lasts 2 s.
     pub fn config(&self, endpoints: &[SocketAddr]) -> Config {
         Config {
-            admin: Admin { bind: (Ipv4Addr::LOCALHOST, 0).into(), socket: None },
+            admin: Admin::new((Ipv4Addr::LOCALHOST, 0).into(), None),
             state_dir: None,
             workers: 1,
             identity_lane: true,

@@ -210,7 +210,7 @@ impl Proxy {
             drain: drain.clone(),
         };
         let tls = Arc::new(ServingTls::new(
-            LoadedServingTls::load(terminate, &mut LoadedFiles::default()).unwrap(),
+            LoadedServingTls::load(&terminate.files(), &mut LoadedFiles::default()).unwrap(),
         ));
         let admission = ListenerAdmission::new(
             listener.name.clone(),

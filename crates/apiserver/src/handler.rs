@@ -24,6 +24,9 @@ use std::time::SystemTime;
 
 pub(super) const JSON: &str = "application/json";
 
+/// The group whose users may get `/metrics`, for reviews.
+const METRICS_READERS: &str = "metrics-readers";
+
 /// Encoding of a response.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Format {
@@ -200,6 +203,25 @@ impl RequestContext {
             "/apis/authentication.k8s.io/v1/selfsubjectreviews" => {
                 let mut review = self.json_body(body).await?;
                 review["status"]["userInfo"] = user.user_info();
+                return self.negotiate(201, &review);
+            }
+            "/apis/authentication.k8s.io/v1/tokenreviews" => {
+                let mut review = self.json_body(body).await?;
+                let token = review["spec"]["token"].as_str().unwrap_or_default();
+                review["status"] = match self.server.cluster.user_of(token) {
+                    Some(user) => json!({ "authenticated": true, "user": user.user_info() }),
+                    None => json!({ "error": "invalid bearer token" }),
+                };
+                return self.negotiate(201, &review);
+            }
+            "/apis/authorization.k8s.io/v1/subjectaccessreviews" => {
+                let mut review = self.json_body(body).await?;
+                let attributes = json!({ "path": "/metrics", "verb": "get" });
+                let groups = review["spec"]["groups"].as_array();
+                let is_reader =
+                    groups.is_some_and(|groups| groups.contains(&json!(METRICS_READERS)));
+                let allowed = is_reader && review["spec"]["nonResourceAttributes"] == attributes;
+                review["status"] = json!({ "allowed": allowed });
                 return self.negotiate(201, &review);
             }
             "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews" => {

@@ -15,6 +15,7 @@ use tokio::sync::{Mutex, oneshot, watch};
 use tokio::task::{AbortHandle, spawn_blocking, spawn_local};
 use tokio::time::{sleep, timeout};
 
+use super::metrics_server::MetricsServer;
 use crate::admin::{self, Admin, CONNECTION_TIME, StatusProvider, StopReason};
 use crate::app::active::ActiveConfig;
 use crate::app::admin_socket::AdminSocket;
@@ -47,6 +48,7 @@ pub struct Tasks {
     faults: Rc<RefCell<FaultReports>>,
     admin: Option<AdminServer>,
     admin_unix: Option<SocketFileTask>,
+    metrics: Option<MetricsServer>,
     takeover: Option<SocketFileTask>,
     /// Held by the takeover server that serves a new process.
     takeover_turn: Rc<Mutex<()>>,
@@ -84,6 +86,7 @@ impl Tasks {
             faults: FaultReports::start(),
             admin: None,
             admin_unix: None,
+            metrics: None,
             takeover: None,
             takeover_turn: Rc::default(),
         }
@@ -152,11 +155,19 @@ impl Tasks {
     pub fn serve_admin(&mut self, active: &ActiveConfig) {
         self.serve_admin_tcp(&active.admin);
         self.serve_admin_unix(active.config.admin.socket.as_ref());
+        let wanted = MetricsServer::wanted(active);
+        if self.metrics.as_ref().map(|server| &server.wanted) != wanted.as_ref() {
+            let status: Arc<dyn StatusProvider> = Arc::clone(&self.status) as _;
+            // The previous one closes its socket first.
+            drop(self.metrics.take());
+            self.metrics = wanted.map(|wanted| MetricsServer::start(wanted, status));
+        }
     }
 
     /// Stops accepting on the TCP socket of the admin endpoint, and closes it, since another process serves it. Open
     /// connections get their responses.
     pub fn release_admin(&mut self) {
+        drop(self.metrics.take());
         if let Some(admin) = &mut self.admin {
             admin.stop = None;
             admin.socket.close();

@@ -15,7 +15,7 @@ use rustls::pki_types::UnixTime;
 
 use crate::config::{
     COPIED_IDENTITY, CertPaths, Config, ConfigDraft, ConfigError, IdentitySource, KeyLines,
-    Terminate, Upstream, describe_io_error, server_name_matches,
+    ServingFiles, Terminate, Upstream, describe_io_error, server_name_matches,
 };
 use crate::control::discovery::{file as endpoints_file, kubeconfig};
 use crate::kubeconfig::client_certificate;
@@ -84,6 +84,9 @@ fn check_files_at(
     let mut checker = FileChecker { file, lines, now, loaded, report: FileReport::default() };
     if let Some(path) = &config.state_dir {
         checker.state_dir(path);
+    }
+    if let Some(files) = config.admin.metrics_files() {
+        checker.metrics(&files);
     }
     for (i, upstream) in config.upstreams.iter().enumerate() {
         let at = format!("upstreams[{i}]");
@@ -200,6 +203,24 @@ impl FileChecker<'_> {
 
     /// Checks a serving certificate. With an issuer it is renewed at the start, so its expiry is a note. Without
     /// one an expired certificate is served, and clients decide.
+    /// The TLS files of `admin.metrics_bind`.
+    fn metrics(&mut self, files: &ServingFiles) {
+        let (cert, paths) = ("admin.metrics_cert_file", &files.tls.paths);
+        match self.loaded.serving_certificate(paths) {
+            Ok(loaded) => {
+                self.key_mode("admin.metrics_key_file", &paths.key_file);
+                self.validity(cert, &paths.cert_file, &loaded.info);
+            }
+            Err(error) => {
+                let is_key = error.path == paths.key_file && paths.key_file != paths.cert_file;
+                self.error(if is_key { "admin.metrics_key_file" } else { cert }, error);
+            }
+        }
+        if let Some(path) = &files.client_ca_file {
+            self.ca("admin.metrics_client_ca_file", path);
+        }
+    }
+
     fn serving_cert(&mut self, at: &str, terminate: &Terminate) -> Option<Arc<LoadedCert>> {
         let paths = &terminate.tls.paths;
         let Some(issuer) = &terminate.tls.issuer else {

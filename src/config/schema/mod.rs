@@ -3,16 +3,16 @@
 //! The `read` functions walk the merged tree once. They report an invalid value, continue with a
 //! placeholder, and collect the values that the rules between keys compare (`References`).
 
+mod admin;
 mod listener;
 mod upstream;
 
 use std::num::NonZero;
 use std::time::Duration;
 
-use super::address::parse_bind;
 use super::listener::Listener;
 use super::logging::{AccessLog, Level, Log, LogFormat};
-use super::model::{Admin, Config, Shutdown, UsedBy};
+use super::model::{Config, Shutdown, UsedBy};
 use super::node::{Fields, Node};
 use super::rules::References;
 use super::sandbox::{Sandbox, Seccomp, Switch};
@@ -23,20 +23,7 @@ pub(super) fn read(root: &Node<'_>) -> (Config, References) {
     let mut references = References::default();
     let mut top = root.fields();
 
-    let mut fields = top.section("admin");
-    let node = fields.get("bind");
-    let bind = node.parse("text: an address such as 127.0.0.1:9643", parse_bind);
-    if let Some(bind) = bind {
-        if !bind.ip().is_loopback() {
-            let message = "not a loopback address: every host that can connect to it can read \
-                           status and metrics";
-            node.warn(message);
-        }
-        references.binds.push((node.path, bind));
-    }
-    let socket = fields.get("socket").file();
-    let admin = Admin { bind: bind.unwrap_or(([127, 0, 0, 1], 0).into()), socket };
-    fields.finish();
+    let admin = admin::read(top.section("admin"), &mut references);
 
     let state_dir = top.get("state_dir").file();
     let workers = workers(&top.get("workers"));

@@ -31,14 +31,14 @@ use super::key_log;
 use super::local_ca::{self, LocalCaError};
 use super::pem_files::{self, LoadedCa, LoadedCert};
 use super::{session_cache, version_1};
-use crate::config::Terminate;
+use crate::config::ServingFiles;
 use crate::net::loaded_files::LoadedFiles;
 
 /// TLS of one listener. Readers never block. [`Self::refresh`] and [`Self::install`] must not run at the same
 /// time.
 #[derive(Debug)]
 pub struct ServingTls {
-    files: ArcSwap<Terminate>,
+    files: ArcSwap<ServingFiles>,
     config: ArcSwap<ServerConfig>,
     certificate: ArcSwap<LoadedCert>,
     client_ca: ArcSwapOption<ClientCa>,
@@ -71,7 +71,7 @@ pub struct ServingRefresh {
 /// The loaded files of a listener, before they are put into use.
 #[derive(Debug)]
 pub struct LoadedServingTls {
-    files: Terminate,
+    files: ServingFiles,
     certificate: Arc<LoadedCert>,
     ca: Option<LoadedCa>,
 }
@@ -81,7 +81,7 @@ impl LoadedServingTls {
     ///
     /// # Errors
     /// The first file that cannot be used, with the reason.
-    pub fn load(config: &Terminate, loaded: &mut LoadedFiles) -> Result<Self, TlsFileError> {
+    pub fn load(config: &ServingFiles, loaded: &mut LoadedFiles) -> Result<Self, TlsFileError> {
         let ca_file = config.client_ca_file.as_deref();
         Ok(Self {
             certificate: loaded.serving_certificate(&config.tls.paths)?,
@@ -322,12 +322,11 @@ impl ClientCertVerifier for DeferredClientVerification {
 #[cfg(test)]
 mod tests {
     use std::path::Path;
-    use std::time::Duration;
 
     use rcgen::{CertificateParams, KeyPair};
 
     use super::*;
-    use crate::config::{CertPaths, Limits, RequestLimits, ServingCert, TerminateLimits};
+    use crate::config::{CertPaths, ServingCert};
 
     /// Writes a self-signed certificate with its key; returns its serial number.
     fn write_pair(path: &Path) -> String {
@@ -345,29 +344,12 @@ mod tests {
         write_pair(&ca);
         let tls = ServingTls::new(
             LoadedServingTls::load(
-                &Terminate {
+                &ServingFiles {
                     tls: ServingCert {
                         paths: CertPaths { cert_file: pair.clone(), key_file: pair.clone() },
                         issuer: None,
                     },
                     client_ca_file: Some(ca.clone()),
-                    identities: Vec::new(),
-                    never_resume_groups: Vec::new(),
-                    heartbeats: Vec::new(),
-                    passed_through: None,
-                    limits: TerminateLimits {
-                        connections: Limits {
-                            max_connections: 1,
-                            source_prefix_v6: 64,
-                            handshake_timeout: Duration::ZERO,
-                        },
-                        requests: RequestLimits {
-                            max_streams: 1,
-                            max_header_bytes: 1,
-                            header_timeout: Duration::ZERO,
-                            stall_timeout: Duration::ZERO,
-                        },
-                    },
                 },
                 &mut LoadedFiles::default(),
             )

@@ -14,7 +14,7 @@ use jackstay_sys::process::sandbox::seccomp::Violation;
 use jackstay_sys::process::sandbox::{landlock, seccomp};
 use serde::Serialize;
 
-use crate::config::{Admin, Config, IdentitySource, Sandbox, Seccomp, Switch};
+use crate::config::{Admin, CertPaths, Config, IdentitySource, Sandbox, Seccomp, Switch};
 use crate::control::discovery::kubeconfig;
 use crate::net::dns::ResolverFiles;
 use crate::upstream::credentials::files_of_identity;
@@ -283,20 +283,27 @@ fn named_files(config: &Config) -> Vec<NamedFile> {
             add(format!("{at}.client_ca_file"), path, FileUse::Read);
         }
         for (n, source) in terminate.identities.iter().enumerate() {
-            let at = format!("{at}.identities[{n}]");
-            match source {
-                IdentitySource::Files(pair) => {
-                    add(format!("{at}.cert_file"), &pair.cert_file, FileUse::Read);
-                    add(format!("{at}.key_file"), &pair.key_file, FileUse::Read);
-                }
-                IdentitySource::Kubeconfig(user) => {
-                    add(format!("{at}.kubeconfig"), &user.kubeconfig, FileUse::Read);
-                    for file in files_of_identity(source) {
-                        add(format!("{at}.kubeconfig"), &file, FileUse::Read);
-                    }
-                }
+            for (key, path) in identity_files(source) {
+                add(format!("{at}.identities[{n}].{key}"), &path, FileUse::Read);
             }
         }
     }
     files
+}
+
+/// The files of an identity with their keys, also those that its kubeconfig names.
+fn identity_files(source: &IdentitySource) -> Vec<(&'static str, PathBuf)> {
+    match source {
+        IdentitySource::Files(CertPaths { cert_file, key_file }) => {
+            vec![("cert_file", cert_file.clone()), ("key_file", key_file.clone())]
+        }
+        IdentitySource::Kubeconfig(user) => {
+            let named = files_of_identity(source).into_iter();
+            [user.kubeconfig.clone()]
+                .into_iter()
+                .chain(named)
+                .map(|file| ("kubeconfig", file))
+                .collect()
+        }
+    }
 }

@@ -137,7 +137,7 @@ impl Draft {
         let mut context = files.resolve(args.context.as_deref())?;
         let destinations = Destinations::new(args, files, &context)?;
         let source =
-            client_certificate::find(args, files, &mut context, destinations.config.as_deref())?;
+            client_certificate::find(args, files, &mut context, destinations.config.as_deref());
         let address = local_address(args, &context)?;
         let (node_name, name_note) = node_name(args)?;
         check_server_name(args)?;

@@ -76,6 +76,15 @@ impl Setup {
         best.unwrap_or(identity)
     }
 
+    /// The credential for probes without a token: that of its own slot, or else of the first loaded identity.
+    fn shown_by_probes(&self, now: SystemTime) -> Option<Arc<Identity>> {
+        if let Some(slot) = &self.probe {
+            return slot.usable(now);
+        }
+        let first = self.identities.iter().find_map(|slot| slot.usable(now));
+        first.map(|identity| self.best(identity, now))
+    }
+
     /// Every slot once.
     fn slots(&self) -> Vec<Arc<IdentitySlot>> {
         let mut slots = self.identities.clone();
@@ -238,14 +247,7 @@ impl Credentials {
             | CredentialClass::SlowedToken
             | CredentialClass::Anonymous => None,
             CredentialClass::Probe if setup.token.is_some() => None,
-            CredentialClass::Probe => match &setup.probe {
-                Some(slot) => slot.usable(now),
-                // By default the first loaded identity.
-                None => {
-                    let first = setup.identities.iter().find_map(|slot| slot.usable(now));
-                    first.map(|identity| setup.best(identity, now))
-                }
-            },
+            CredentialClass::Probe => setup.shown_by_probes(now),
         };
         Some(shown.map_or_else(
             || self.without_certificate.load_full(),

@@ -7,7 +7,6 @@ use std::time::SystemTime;
 use jackstay_sys::utc::Utc;
 
 use super::args::KubeconfigArgs;
-use super::output::Failure;
 #[cfg(feature = "doctor")]
 use crate::install::kubelet;
 use crate::kubeconfig::client_certificate::can_be_followed;
@@ -30,21 +29,18 @@ pub(super) struct CertificateSource {
 
 /// Finds what renews the certificate of the context's user. A file that kubelet rotates becomes the credential of the
 /// context.
-///
-/// # Errors
-/// A path cannot be made absolute.
 pub(super) fn find(
     args: &KubeconfigArgs,
     files: &KubeconfigFiles,
     context: &mut ResolvedContext,
     config: Option<&Path>,
-) -> Result<CertificateSource, Failure> {
+) -> CertificateSource {
     let Credential::Certificate(certificate, key) = &context.credential else {
-        return Ok(CertificateSource::default());
+        return CertificateSource::default();
     };
     let is_data = |pem: &PemSource| matches!(pem, PemSource::Inline(_));
     let Some(config) = config.filter(|_| is_data(certificate) || is_data(key)) else {
-        return Ok(CertificateSource::default());
+        return CertificateSource::default();
     };
     let user_file = files.file_of_user(&context.user).map(|file| file.path().to_owned());
     let kubeconfig = user_file.clone().unwrap_or_default();
@@ -54,10 +50,10 @@ pub(super) fn find(
     if let Some(file) = found.file {
         let pem = || PemSource::File(file.clone());
         context.credential = Credential::Certificate(pem(), pem());
-        return Ok(source);
+        return source;
     }
     if args.mode != Some(SetupMode::Terminate) {
-        return Ok(source);
+        return source;
     }
     let can_follow = !args.kubeconfig_is_hidden;
     source.followed = user_file.filter(|file| can_follow && can_be_followed(file, config));
@@ -65,7 +61,7 @@ pub(super) fn find(
     if !args.in_place {
         source.notes.extend(copy_note(context));
     }
-    Ok(source)
+    source
 }
 
 /// What follows from the copy of the certificate in the new kubeconfig.

@@ -50,6 +50,13 @@ pub(super) fn plan(
         ));
         identities.push(CertPaths { cert_file: file.clone(), key_file: file.clone() }.into());
     }
+    let unused = directory.join(COPIED_KEY);
+    if unused.exists() && !identities.iter().any(|identity| identity.is_copy(&request.config)) {
+        plan.notes.push(format!(
+            "{} and {COPIED_CERTIFICATE} beside it are not used any more: remove them",
+            unused.display()
+        ));
+    }
     Ok((Some(client_ca), identities))
 }
 

@@ -15,8 +15,8 @@ impl View {
 
     /// The state and the expiry of a serving certificate or an identity.
     pub(super) fn certificate(&self, kind: &str, certificate: &Value) -> Cell {
-        let files = ["subject", "cert_file", "kubeconfig"].into_iter();
-        let name = files.filter_map(|key| certificate[key].as_str()).next().unwrap_or_default();
+        let mut names = ["subject", "cert_file", "kubeconfig"].into_iter();
+        let name = names.find_map(|key| certificate[key].as_str()).unwrap_or_default();
         let text = format!("{kind} {} {name}", text_at(certificate, "state"));
         let error = certificate["error"].as_str();
         // That of any other state says when the certificate expired, or that there is none.

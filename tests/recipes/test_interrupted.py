@@ -31,6 +31,10 @@ PROGRAMS = SCRATCH / "bin"
 PATH = f"{PROGRAMS}:/usr/local/bin:{os.environ['PATH']}:/usr/sbin:/sbin:{SCRATCH}/jackstay"
 
 
+# Recipes of the shape of others.
+long_form = unittest.skipUnless(os.environ.get("JACKSTAY_LONG"), "JACKSTAY_LONG is not set")
+
+
 def sh(*argv, **options):
     return subprocess.run(list(map(str, argv)), stdin=subprocess.DEVNULL, check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options).stdout
 
@@ -189,6 +193,7 @@ class Interrupted(unittest.TestCase):
         self.interrupt_recipe(self.PAGE, "worker")
         self.require_server("https://127.0.0.1:7443")
 
+    @long_form
     def test_worker_renew(self):
         self.run_recipe(self.PAGE, "worker")
         self.interrupt_recipe(self.PAGE, "worker-renew")
@@ -198,6 +203,7 @@ class Interrupted(unittest.TestCase):
         self.interrupt_recipe(self.PAGE, "worker-revert")
         self.require_server(f"https://{LOAD_BALANCER}:6443")
 
+    @long_form
     def test_worker_again(self):
         self.run_recipe(self.PAGE, "worker")
         self.node.power_off()
@@ -231,6 +237,7 @@ class Interrupted(unittest.TestCase):
         shutil.move(KUBELET_CONF, path)
         KUBELET_CONF.symlink_to(path)
 
+    @long_form
     def test_k0s(self):
         self.move_kubeconfig("/var/lib/k0s/kubelet.conf")
         self.interrupt_recipe(f"{DISTRIBUTIONS}/k0s.md", "k0s")
@@ -256,6 +263,7 @@ class Interrupted(unittest.TestCase):
         self.interrupt_recipe(f"{DISTRIBUTIONS}/cloud-load-balancers.md", "address")
         self.assertIn(LOAD_BALANCER, sh("ip", "addr", "show", "dev", "jackstay0"))
 
+    @long_form
     def test_pages_that_write_a_configuration(self):
         self.install_jackstay()
         for page, name in (("k3s-rke2", "agent"), ("cilium-calico", "agents"), ("konnectivity", "konnectivity"), ("control-plane-nodes", "loopback-6443")):

@@ -134,6 +134,8 @@ pub fn undo(
             undone.kept.push(file.path.clone());
         }
     }
+    // The program's own directory, such as /opt/bin, is empty only now.
+    remove_directories(journal)?;
     store.remove()?;
     Ok(undone)
 }

@@ -535,11 +535,11 @@ fn draft_from_flags_is_a_passthrough_configuration() {
     assert_eq!(
         lines,
         [
-            "command line: --upstream[2]: \"x\" has no port: write it as 10.0.0.11:6443 or \
+            "command line: --endpoint[2]: \"x\" has no port: write it as 10.0.0.11:6443 or \
              \"[fd00::13]:6443\"",
             "command line: --listen[0]: \"localhost\" has no port: write it as 127.0.0.1:7443 or \
              \"[::1]:7443\"",
-            "command line: --upstream[1]: 10.0.0.1:6443 is already an endpoint at --upstream[0]",
+            "command line: --endpoint[1]: 10.0.0.1:6443 is already an endpoint at --endpoint[0]",
         ]
     );
 }

@@ -70,7 +70,7 @@ pub(super) struct DoctorArgs {
     #[arg(long, value_name = "FILE")]
     ca_file: Option<PathBuf>,
     /// Name that the certificates of the endpoints must contain [default: the host of each].
-    #[arg(long, value_name = "NAME")]
+    #[arg(long = "tls-server-name", alias = "server-name", value_name = "NAME")]
     server_name: Option<String>,
     /// Client certificate for the endpoints.
     #[arg(long, value_name = "FILE", requires = "key_file")]

@@ -259,16 +259,16 @@ fn revert_files(
 
 /// The address of the local endpoint, which must differ from the apiserver of the context.
 fn local_address(args: &KubeconfigArgs, context: &ResolvedContext) -> Result<ServerUrl, Failure> {
-    let address =
-        ServerUrl::parse(&args.server).map_err(|error| Failure::Input(format!("--{error}")))?;
-    if !address.path.is_empty() || !args.server.contains(&format!(":{}", address.port)) {
-        let why = format!("--server {}: write it as 127.0.0.1:7443", args.server);
+    let address = ServerUrl::parse(&args.listen)
+        .map_err(|error| Failure::Input(format!("--listen: {error}")))?;
+    if !address.path.is_empty() || !args.listen.contains(&format!(":{}", address.port)) {
+        let why = format!("--listen {}: write it as 127.0.0.1:7443", args.listen);
         return Err(Failure::Input(why));
     }
     if args.local_ca.is_none() && address.address() == context.server.address() {
         return Err(Failure::Input(format!(
             "cluster {:?} is at {} already, and the kubeconfig does not record the apiserver: requests \
-             would loop; --server names the local endpoint",
+             would loop; --listen names the local endpoint",
             context.cluster, context.server
         )));
     }
@@ -425,7 +425,7 @@ fn report_commands(destinations: &Destinations, context: &str, report: &mut Kube
         format!(" --kubeconfig {kubeconfig}")
     };
     report.next.push(format!("kubectl{file} --context {} get nodes", shell_word(context)));
-    report.revert = Some(format!("jackstay kubeconfig --revert --in {kubeconfig}"));
+    report.revert = Some(format!("jackstay kubeconfig --revert --kubeconfig {kubeconfig}"));
 }
 
 /// A text as one word of a POSIX shell, in quotes if it needs them.

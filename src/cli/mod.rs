@@ -47,7 +47,7 @@ that cannot be used.
 
 Examples:
   jackstay kubeconfig --mode passthrough
-  jackstay kubeconfig --mode terminate --upstream 10.0.0.2:6443
+  jackstay kubeconfig --mode terminate --endpoint 10.0.0.2:6443
   jackstay kubeconfig --mode passthrough --offline -o json
   jackstay kubeconfig --in-place
   jackstay kubeconfig --revert";

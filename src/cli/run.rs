@@ -40,7 +40,7 @@ Exit codes: 0 drained, 1 failure, 2 bad usage or bad configuration.
 Examples:
   jackstay run
   jackstay run --config jackstay.yaml --log-level debug
-  jackstay run --listen 127.0.0.1:7443 --upstream 10.0.0.1:6443";
+  jackstay run --listen 127.0.0.1:7443 --endpoint 10.0.0.1:6443";
 
 /// How long a start may still take after a termination signal. It may already serve clients, which a completed start
 /// drains.
@@ -58,11 +58,17 @@ pub(super) struct RunArgs {
     #[command(flatten)]
     config: ConfigArgs,
     /// Without a file: pass connections through (L4) from this address. Repeatable.
-    #[arg(long, value_name = "ADDR", requires = "upstream", conflicts_with = "config")]
+    #[arg(long, value_name = "ADDR", requires = "endpoints", conflicts_with = "config")]
     listen: Vec<String>,
     /// Without a file: an apiserver to pass connections to. Repeatable.
-    #[arg(long, value_name = "ADDR", requires = "listen", conflicts_with = "config")]
-    upstream: Vec<String>,
+    #[arg(
+        long = "endpoint",
+        alias = "upstream",
+        value_name = "ADDR",
+        requires = "listen",
+        conflicts_with = "config"
+    )]
+    endpoints: Vec<String>,
     /// Take over the listening sockets of the jackstay that runs with the same `state_dir`, which
     /// then drains and exits. If none runs, start as usual.
     #[arg(long)]
@@ -87,14 +93,16 @@ struct ConfigInput {
 
 impl ConfigInput {
     fn new(args: RunArgs) -> Self {
-        let RunArgs { config: ConfigArgs { config: file }, listen, upstream, overrides, .. } = args;
+        let RunArgs { config: ConfigArgs { config: file }, listen, endpoints, overrides, .. } =
+            args;
         if listen.is_empty() {
             let name = file.clone();
             let read = move || config::draft(&file, config::environment(), &overrides);
             return Self { name, is_file: true, read: Box::new(read) };
         }
-        let read =
-            move || config::draft_from_flags(&listen, &upstream, config::environment(), &overrides);
+        let read = move || {
+            config::draft_from_flags(&listen, &endpoints, config::environment(), &overrides)
+        };
         Self { name: PathBuf::from("command line"), is_file: false, read: Box::new(read) }
     }
 
@@ -206,7 +214,7 @@ fn refuse(file: &Path, errors: &[String], stored: &BTreeSet<String>) -> ExitCode
     discard_stored(stored, &ServiceManager::from_environment().unwrap_or_default());
     eprintln!("{}", errors.join("\n"));
     if let Some(hint) = missing_default_hint(file) {
-        eprintln!("{hint}, or use --listen and --upstream");
+        eprintln!("{hint}, or use --listen and --endpoint");
     }
     ExitCode::from(EXIT_USAGE)
 }

@@ -107,7 +107,7 @@ pub const COPIED_KEY: &str = "client.key";
 /// What to do about an identity with these files.
 pub const COPIED_IDENTITY: &str = "a copy of the certificate in a kubeconfig, which nothing renews: write the \
     configuration again with `jackstay kubeconfig --force` and the options of the first time (after `jackstay install`: \
-    --in KUBECONFIG --in-place --mode terminate --config-out CONFIG); the identity is then the certificate that kubelet \
+    --kubeconfig KUBECONFIG --in-place --mode terminate --config-out CONFIG); the identity is then the certificate that kubelet \
     rotates, or follows the kubeconfig";
 
 /// A certificate chain and its key, as PEM files; both may be the same file.

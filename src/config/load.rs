@@ -131,7 +131,7 @@ pub fn draft_from_flags(
     let mut draft = ConfigDraft::new(config, report);
     let name_flags = |text: &str| {
         text.replace("listeners[0].bind[", "--listen[")
-            .replace("upstreams[0].endpoints[", "--upstream[")
+            .replace("upstreams[0].endpoints[", "--endpoint[")
     };
     for error in &mut draft.errors {
         error.path = name_flags(&error.path);

@@ -76,14 +76,14 @@ impl fmt::Display for KubeletError {
             Self::Contained(pids) => write!(
                 f,
                 "kubelet runs in a container only (pids {}): if that is a node with a systemd of its own, as in kind, run \
-                 `jackstay install` inside it; if it is the kubelet of this machine, use `jackstay kubeconfig --in FILE \
+                 `jackstay install` inside it; if it is the kubelet of this machine, use `jackstay kubeconfig --kubeconfig FILE \
                  --in-place --mode terminate` and restart the container",
                 list(pids)
             ),
             Self::NotService(pid) => write!(
                 f,
                 "kubelet (pid {pid}) is not a service of systemd, neither the main process of one nor in its cgroup \
-                 (`systemctl status {pid}`), so it cannot be restarted from here: use `jackstay kubeconfig --in FILE \
+                 (`systemctl status {pid}`), so it cannot be restarted from here: use `jackstay kubeconfig --kubeconfig FILE \
                  --in-place --mode terminate` and restart it by hand"
             ),
             Self::Standalone(pid) => write!(

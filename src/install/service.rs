@@ -154,7 +154,7 @@ fn renewal_drop_in(request: &ServiceRequest<'_>) -> String {
          [Service]\n\
          CapabilityBoundingSet=CAP_DAC_OVERRIDE\n\
          ExecStart=\n\
-         ExecStart={program} kubeconfig --renew --in {kubeconfig} --config-out {CONFIG} --reader {kubelet} \
+         ExecStart={program} kubeconfig --renew --kubeconfig {kubeconfig} --config-out {CONFIG} --reader {kubelet} \
          $JACKSTAY_RESTART\n"
     )
 }
@@ -286,7 +286,7 @@ mod tests {
         let (unit, drop_in) = (text(0), text(2));
         assert!(unit.contains("\nEnvironment=JACKSTAY_RESTART=--restart-readers\n"), "{unit}");
         assert!(!drop_in.contains("Environment="), "{drop_in}");
-        let command = "ExecStart=\"/usr/bin/jackstay\" kubeconfig --renew --in \"/etc/kubernetes/kubelet.conf\" \
+        let command = "ExecStart=\"/usr/bin/jackstay\" kubeconfig --renew --kubeconfig \"/etc/kubernetes/kubelet.conf\" \
                        --config-out /etc/jackstay/jackstay.yaml --reader kubelet.service $JACKSTAY_RESTART\n";
         assert!(drop_in.ends_with(command), "{drop_in}");
     }

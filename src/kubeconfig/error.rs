@@ -84,16 +84,16 @@ impl KubeconfigError {
 impl fmt::Display for KubeconfigError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::NoneNamed => {
-                f.write_str("no kubeconfig: name one with --in, or set $KUBECONFIG or $HOME")
-            }
+            Self::NoneNamed => f.write_str(
+                "no kubeconfig: name one with --kubeconfig, or set $KUBECONFIG or $HOME",
+            ),
             Self::Missing(path) if path.as_os_str() == "-" => {
                 f.write_str("cannot read -: no such file; /dev/stdin names the standard input")
             }
             Self::Missing(path) => write!(f, "cannot read {}: no such file", path.display()),
             Self::MissingOfSudo(path) => write!(
                 f,
-                "cannot read {}: no such file; sudo changes the home directory: name the kubeconfig with --in",
+                "cannot read {}: no such file; sudo changes the home directory: name the kubeconfig with --kubeconfig",
                 path.display()
             ),
             Self::NoneExists(paths) => {

@@ -300,7 +300,7 @@ async fn refused_certificate_has_one_sentence_in_every_output() {
             "kubeconfig",
             "--mode",
             "terminate",
-            "--in",
+            "--kubeconfig",
             "in.kubeconfig",
             "--out",
             "out.kubeconfig",

@@ -84,8 +84,8 @@ impl Site {
     /// Runs `jackstay kubeconfig` for both servers.
     pub fn set_up(&self, mode: &str, more: &[&str]) -> (i32, String) {
         let (listen, other) = (self.listen.to_string(), self.servers[1].addr.to_string());
-        let args = ["kubeconfig", "--mode", mode, "--server", &listen, "--in", "config"];
-        let others = ["--upstream", &other, "--out", "out", "--config-out", "js/jackstay.yaml"];
+        let args = ["kubeconfig", "--mode", mode, "--listen", &listen, "--kubeconfig", "config"];
+        let others = ["--endpoint", &other, "--out", "out", "--config-out", "js/jackstay.yaml"];
         self.run(&[&args[..], &others, more].concat())
     }
 

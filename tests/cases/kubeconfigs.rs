@@ -136,13 +136,13 @@ fn kubeconfig_that_kubectl_reads_is_accepted_and_reverted() {
     let home = Home::new();
     for (name, content) in accepted() {
         home.write("config", &content);
-        let output = home.succeed(&["--in", "config", "--in-place"]);
+        let output = home.succeed(&["--kubeconfig", "config", "--in-place"]);
         assert!(output.contains("-> https://127.0.0.1:7443"), "{name}: {output}");
         assert_eq!(
             home.tree("config")["clusters"][0]["cluster"]["server"],
             "https://127.0.0.1:7443"
         );
-        let output = home.succeed(&["--in", "config", "--revert"]);
+        let output = home.succeed(&["--kubeconfig", "config", "--revert"]);
         assert!(output.contains("-> https://10.0.0.1:6443"), "{name}: {output}");
     }
 }
@@ -170,7 +170,7 @@ fn kubectl_reads_the_accepted_kubeconfigs_and_what_is_written() {
     }) {
         home.write("config", &content);
         assert_eq!(view(), "https://10.0.0.1:6443", "{name}");
-        home.succeed(&["--in", "config", "--in-place"]);
+        home.succeed(&["--kubeconfig", "config", "--in-place"]);
         assert_eq!(view(), "https://127.0.0.1:7443", "{name}");
     }
 }
@@ -225,13 +225,13 @@ fn kubeconfig_with_a_mistake_is_refused_with_file_line_key_and_reason() {
         (plain.replace("abc", "a\u{1}c"), "config: line 12: "),
     ] {
         home.write("config", &content);
-        let (error, code) = home.fail(&["--in", "config", "--in-place"]);
+        let (error, code) = home.fail(&["--kubeconfig", "config", "--in-place"]);
         assert!(error.contains(expected) && code == 2, "{expected}: {error}");
         assert!(!error.contains("s3cret"), "{error}");
         assert_eq!(fs::read_to_string(home.path("config")).unwrap(), content, "nothing is written");
     }
     home.write("config", b"\xff\xfe\x00");
-    let (error, _) = home.fail(&["--in", "config"]);
+    let (error, _) = home.fail(&["--kubeconfig", "config"]);
     assert!(
         error.contains("config: not a text file in UTF-8, or in UTF-16 with a byte order mark"),
         "{error}"
@@ -246,7 +246,7 @@ fn kubeconfig_write_keeps_unknown_keys_and_broken_entries_and_says_what_is_lost(
         kubeconfig("{server: 'https://h', unknown: {a: null}}", TOKEN)
     );
     home.write("config", &text);
-    let output = home.succeed(&["--in", "config", "--in-place"]);
+    let output = home.succeed(&["--kubeconfig", "config", "--in-place"]);
     let lost = "the comments and YAML documents after the first one of the kubeconfig are lost, as with `kubectl config`";
     assert!(output.contains(lost), "{output}");
     let tree = home.tree("config");
@@ -263,11 +263,11 @@ fn kubeconfig_notes_the_proxy_of_the_environment() {
         let mut command = home.command(&[
             "--offline",
             "--force",
-            "--in",
+            "--kubeconfig",
             "config",
             "--out",
             "out",
-            "--server",
+            "--listen",
             server,
         ]);
         let output = command.envs(variables.iter().copied()).output().unwrap();
@@ -290,10 +290,11 @@ fn kubeconfig_given_by_descriptor_is_read_and_never_replaced() {
     let home = Home::new();
     let config = home.write("config", kubeconfig(CLUSTER, TOKEN).replace("ca.crt", "/none"));
     let run = |args: &[&str]| {
-        let mut command = home.command(&[&["--offline", "--in", "/dev/stdin"], args].concat());
+        let mut command =
+            home.command(&[&["--offline", "--kubeconfig", "/dev/stdin"], args].concat());
         command.stdin(Stdio::from(fs::File::open(&config).unwrap())).output().unwrap()
     };
-    let mut child = home.command(&["--offline", "--in", "/dev/stdin", "--out", "out"]);
+    let mut child = home.command(&["--offline", "--kubeconfig", "/dev/stdin", "--out", "out"]);
     let mut child = child.stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
     std::io::Write::write_all(&mut child.stdin.take().unwrap(), &fs::read(&config).unwrap())
         .unwrap();
@@ -313,7 +314,7 @@ fn kubeconfig_given_by_descriptor_is_read_and_never_replaced() {
         let error = String::from_utf8(output.stderr).unwrap();
         assert!(error.contains(expected) && output.status.code() == Some(2), "{error}");
     }
-    let (error, _) = home.fail(&["--in", "-"]);
+    let (error, _) = home.fail(&["--kubeconfig", "-"]);
     assert!(
         error.contains("cannot read -: no such file; /dev/stdin names the standard input"),
         "{error}"
@@ -321,13 +322,13 @@ fn kubeconfig_given_by_descriptor_is_read_and_never_replaced() {
     let output = home.command(&["--offline"]).env("SUDO_USER", "alice").output().unwrap();
     let error = String::from_utf8(output.stderr).unwrap();
     assert!(
-        error.contains("sudo changes the home directory: name the kubeconfig with --in"),
+        error.contains("sudo changes the home directory: name the kubeconfig with --kubeconfig"),
         "{error}"
     );
     let output = home.command(&["--offline"]).env_remove("HOME").output().unwrap();
     let error = String::from_utf8(output.stderr).unwrap();
     assert!(
-        error.contains("no kubeconfig: name one with --in, or set $KUBECONFIG or $HOME"),
+        error.contains("no kubeconfig: name one with --kubeconfig, or set $KUBECONFIG or $HOME"),
         "{error}"
     );
 }

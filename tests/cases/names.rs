@@ -31,8 +31,15 @@ fn setup() -> tempfile::TempDir {
 }
 
 fn terminate(dir: &tempfile::TempDir, more: &[&str]) -> (Output, String) {
-    let args =
-        ["kubeconfig", "--offline", "--mode", "terminate", "--in", "in.kubeconfig", "--force"];
+    let args = [
+        "kubeconfig",
+        "--offline",
+        "--mode",
+        "terminate",
+        "--kubeconfig",
+        "in.kubeconfig",
+        "--force",
+    ];
     let files = ["--out", "out.kubeconfig", "--config-out", "js/jackstay.yaml"];
     jackstay(dir, &[&args[..], &files, more].concat())
 }
@@ -132,22 +139,38 @@ fn arguments_that_are_not_text_or_extreme_cause_no_panic() {
     let commands: [&[&str]; 16] = [
         &["check", "--config"],
         &["run", "--config"],
-        &["kubeconfig", "--offline", "--in"],
-        &["kubeconfig", "--offline", "--mode", "terminate", "--in", "in.kubeconfig", "--out"],
-        &["kubeconfig", "--offline", "--mode", "terminate", "--in", "in.kubeconfig", "--ca-file"],
+        &["kubeconfig", "--offline", "--kubeconfig"],
         &[
             "kubeconfig",
             "--offline",
             "--mode",
             "terminate",
-            "--in",
+            "--kubeconfig",
+            "in.kubeconfig",
+            "--out",
+        ],
+        &[
+            "kubeconfig",
+            "--offline",
+            "--mode",
+            "terminate",
+            "--kubeconfig",
+            "in.kubeconfig",
+            "--ca-file",
+        ],
+        &[
+            "kubeconfig",
+            "--offline",
+            "--mode",
+            "terminate",
+            "--kubeconfig",
             "in.kubeconfig",
             "--config-out",
         ],
-        &["kubeconfig", "--offline", "--in", "in.kubeconfig", "--local-ca"],
-        &["kubeconfig", "--in", "in.kubeconfig", "--node-name"],
-        &["kubeconfig", "--in", "in.kubeconfig", "--server"],
-        &["kubeconfig", "--in", "in.kubeconfig", "--context"],
+        &["kubeconfig", "--offline", "--kubeconfig", "in.kubeconfig", "--local-ca"],
+        &["kubeconfig", "--kubeconfig", "in.kubeconfig", "--node-name"],
+        &["kubeconfig", "--kubeconfig", "in.kubeconfig", "--listen"],
+        &["kubeconfig", "--kubeconfig", "in.kubeconfig", "--context"],
         &["doctor", "--kubeconfig"],
         &["status", "--admin"],
         &["probe"],
@@ -172,11 +195,18 @@ fn arguments_that_are_not_text_or_extreme_cause_no_panic() {
         &["probe", "--timeout", "18446744073s", "--admin", "127.0.0.1:1"],
         &["doctor", "--timeout", "999999999999h", "--kubeconfig", "in.kubeconfig"],
         &["install", "--dry-run", "--timeout", "99999999999999999999s"],
-        &["kubeconfig", "--offline", "--in", "in.kubeconfig", "--server", "127.0.0.1:99999"],
         &[
             "kubeconfig",
             "--offline",
-            "--in",
+            "--kubeconfig",
+            "in.kubeconfig",
+            "--listen",
+            "127.0.0.1:99999",
+        ],
+        &[
+            "kubeconfig",
+            "--offline",
+            "--kubeconfig",
             "in.kubeconfig",
             "--tls-server-name",
             "n\u{0153}ud\r\nx: y",
@@ -184,14 +214,14 @@ fn arguments_that_are_not_text_or_extreme_cause_no_panic() {
         &[
             "kubeconfig",
             "--offline",
-            "--in",
+            "--kubeconfig",
             "in.kubeconfig",
-            "--upstream",
+            "--endpoint",
             "\u{0153}",
             "--mode",
             "passthrough",
         ],
-        &["run", "--listen", "\u{0153}", "--upstream", "\u{1F600}"],
+        &["run", "--listen", "\u{0153}", "--endpoint", "\u{1F600}"],
     ] {
         let (output, text) = jackstay(&dir, args);
         assert!(matches!(output.status.code(), Some(1..=3)), "{args:?}: {text}");

@@ -144,10 +144,10 @@ fn endpoints_that_the_cluster_names_are_not_used_below_a_path() {
     let site = below(RANCHER);
     let (code, output) = site.set_up("terminate", &["--discover"]);
     let expected = "--discover: the server of cluster \"demo\" has the path /k8s/clusters/c-1, which the apiservers \
-                    that the cluster names do not serve; --upstream names other servers with this path";
+                    that the cluster names do not serve; --endpoint names other servers with this path";
     assert!(code == 2 && output.contains(expected), "{output}");
     let listen = site.listen.to_string();
-    let args = ["kubeconfig", "--mode", "terminate", "--server", &listen, "--in", "config"];
+    let args = ["kubeconfig", "--mode", "terminate", "--listen", &listen, "--kubeconfig", "config"];
     let (code, output) = site.run(&[&args[..], &["--out", "out"]].concat());
     let expected = "those that it names do not serve the path /k8s/clusters/c-1 of the server, so they are no endpoints";
     assert!(code == 0 && output.contains(expected), "{output}");

@@ -88,8 +88,15 @@ impl Files {
         });
         self.write("in.kubeconfig", kubeconfig.to_string());
         let _ = fs::remove_dir_all(self.path("js"));
-        let args =
-            ["kubeconfig", "--offline", "--mode", "terminate", "--in", "in.kubeconfig", "--force"];
+        let args = [
+            "kubeconfig",
+            "--offline",
+            "--mode",
+            "terminate",
+            "--kubeconfig",
+            "in.kubeconfig",
+            "--force",
+        ];
         let args =
             [&args[..], &["--out", "out.kubeconfig", "--config-out", "js/jackstay.yaml"]].concat();
         output(&self.jackstay(&args))

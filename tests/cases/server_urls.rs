@@ -11,7 +11,7 @@ fn set_up(home: &Home, server: &str, args: &[&str]) -> Result<(), String> {
     home.write("config", kubeconfig(&cluster, "{token: abc}"));
     let all = [
         &[
-            "--in",
+            "--kubeconfig",
             "config",
             "--out",
             "out",
@@ -50,7 +50,7 @@ fn server_forms_of_kubectl_are_accepted_and_written_as_they_are() {
         let original = &cluster["extensions"][0]["extension"]["original"]["server"];
         assert_eq!(original, server);
         // The first run's endpoint is found again.
-        set_up(&home, server, &["--upstream", OTHER]).unwrap();
+        set_up(&home, server, &["--endpoint", OTHER]).unwrap();
         set_up(&home, server, &[]).unwrap();
         let endpoints = home.tree("js/jackstay.yaml")["upstreams"][0]["endpoints"].clone();
         assert_eq!(endpoints, serde_json::json!([endpoint, OTHER]), "{server}");
@@ -62,7 +62,7 @@ fn server_with_a_user_keeps_it_for_clients_and_prints_no_password() {
     let home = Home::new();
     let cluster = "{server: 'https://u:s3cret@h:1', certificate-authority: ca.crt}";
     home.write("config", kubeconfig(cluster, "{token: abc}"));
-    let output = home.succeed(&["--in", "config", "--out", "out"]);
+    let output = home.succeed(&["--kubeconfig", "config", "--out", "out"]);
     assert!(
         output.contains("https://h:1 -> https://127.0.0.1:7443") && !output.contains("s3cret"),
         "{output}"
@@ -118,7 +118,7 @@ fn upstreams_are_compared_in_their_normal_form() {
     ] {
         let home = Home::new();
         let more =
-            ["--upstream", same, "--upstream", OTHER, "--upstream", "Second.Example.com.:443"];
+            ["--endpoint", same, "--endpoint", OTHER, "--endpoint", "Second.Example.com.:443"];
         set_up(&home, server, &more).unwrap();
         set_up(&home, server, &[]).unwrap();
         let endpoints = home.tree("js/jackstay.yaml")["upstreams"][0]["endpoints"].clone();

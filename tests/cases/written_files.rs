@@ -36,8 +36,8 @@ fn written_file_keeps_its_mode_and_links() {
     fs::hard_link(&config, home.path("hard")).unwrap();
     fs::write(home.path("ca.crt"), fs::read(home.path("ca.crt")).unwrap()).unwrap();
     for (args, server) in [
-        (&["--in", "link", "--in-place"][..], "https://127.0.0.1:7443"),
-        (&["--in", "link", "--revert"], "https://10.0.0.1:6443"),
+        (&["--kubeconfig", "link", "--in-place"][..], "https://127.0.0.1:7443"),
+        (&["--kubeconfig", "link", "--revert"], "https://10.0.0.1:6443"),
     ] {
         home.succeed(args);
         assert!(fs::symlink_metadata(home.path("link")).unwrap().is_symlink());
@@ -48,9 +48,9 @@ fn written_file_keeps_its_mode_and_links() {
     }
     let out = home.write("out", "old");
     fs::set_permissions(&out, Permissions::from_mode(0o644)).unwrap();
-    home.succeed(&["--in", "user/config", "--out", "out", "--force"]);
+    home.succeed(&["--kubeconfig", "user/config", "--out", "out", "--force"]);
     assert_eq!(mode(&out), 0o644);
-    home.succeed(&["--in", "user/config", "--out", "new"]);
+    home.succeed(&["--kubeconfig", "user/config", "--out", "new"]);
     assert_eq!(mode(&home.path("new")), 0o600);
 }
 
@@ -59,7 +59,8 @@ fn written_file_that_kubectl_locks_is_not_changed() {
     let home = home_with_kubeconfig();
     let lock = home.write("user/config.lock", "");
     let before = fs::read(home.path("user/config")).unwrap();
-    let (error, code) = home.fail(&["--in", "user/config", "--in-place", "--mode", "passthrough"]);
+    let (error, code) =
+        home.fail(&["--kubeconfig", "user/config", "--in-place", "--mode", "passthrough"]);
     assert!(
         error.contains("user/config is locked by kubectl or another program") && code == 1,
         "{error}"
@@ -67,7 +68,7 @@ fn written_file_that_kubectl_locks_is_not_changed() {
     assert_eq!(fs::read(home.path("user/config")).unwrap(), before);
     assert!(!home.path("user/jackstay").exists(), "nothing is written");
     fs::remove_file(lock).unwrap();
-    home.succeed(&["--in", "user/config", "--in-place"]);
+    home.succeed(&["--kubeconfig", "user/config", "--in-place"]);
     assert!(!home.path("user/config.lock").exists());
 }
 
@@ -75,7 +76,7 @@ fn written_file_that_kubectl_locks_is_not_changed() {
 fn written_file_that_is_no_regular_file_is_refused_before_anything_is_written() {
     let home = home_with_kubeconfig();
     let (error, code) = home.fail(&[
-        "--in",
+        "--kubeconfig",
         "user/config",
         "--out",
         "/dev/null",
@@ -110,10 +111,10 @@ fn root_keeps_the_owner_of_files_and_gives_new_ones_that_of_their_directory() {
     };
     let before = has_acl.is_ok_and(|status| status.success()).then(acl);
     for args in [
-        &["--in", "user/config", "--in-place", "--mode", "terminate"][..],
-        &["--in", "user/config", "--renew", "--force"],
-        &["--in", "user/config", "--renew", "--force"],
-        &["--in", "user/config", "--revert"],
+        &["--kubeconfig", "user/config", "--in-place", "--mode", "terminate"][..],
+        &["--kubeconfig", "user/config", "--renew", "--force"],
+        &["--kubeconfig", "user/config", "--renew", "--force"],
+        &["--kubeconfig", "user/config", "--revert"],
     ] {
         home.succeed(args);
         assert_eq!(owner(&config), (1234, 1235), "{args:?}");
@@ -125,7 +126,7 @@ fn root_keeps_the_owner_of_files_and_gives_new_ones_that_of_their_directory() {
     for name in ["user/jackstay", "user/jackstay/jackstay.yaml", "user/jackstay/serving.pem"] {
         assert_eq!(owner(&home.path(name)), (1234, 1235), "{name}");
     }
-    home.succeed(&["--in", "user/config"]);
+    home.succeed(&["--kubeconfig", "user/config"]);
     assert_eq!(owner(&home.path("user/jackstay.kubeconfig")), (1234, 1235));
 }
 
@@ -137,17 +138,17 @@ fn root_writes_into_a_mount_point_and_refuses_what_cannot_be_written() {
     home.write("mounted/../ca.crt", fs::read(home.path("ca.crt")).unwrap());
     let (from, to) = (config.to_str().unwrap(), mounted.to_str().unwrap());
     tool("mount", &["--bind", from, to]);
-    home.succeed(&["--in", "mounted/config", "--in-place", "--mode", "passthrough"]);
+    home.succeed(&["--kubeconfig", "mounted/config", "--in-place", "--mode", "passthrough"]);
     assert_eq!(
         home.tree("user/config")["clusters"][0]["cluster"]["server"],
         "https://127.0.0.1:7443"
     );
-    home.succeed(&["--in", "mounted/config", "--revert"]);
+    home.succeed(&["--kubeconfig", "mounted/config", "--revert"]);
 
     let before = fs::read(&config).unwrap();
     let refused = |reason: &str| {
         let args = [
-            "--in",
+            "--kubeconfig",
             "mounted/config",
             "--in-place",
             "--mode",
@@ -163,7 +164,7 @@ fn root_writes_into_a_mount_point_and_refuses_what_cannot_be_written() {
         assert_eq!(fs::read(&config).unwrap(), before);
         assert!(!home.path("js").exists(), "no directory and no file is left");
         home.succeed(&[
-            "--in",
+            "--kubeconfig",
             "mounted/config",
             "--out",
             "out",
@@ -184,7 +185,7 @@ fn root_writes_into_a_mount_point_and_refuses_what_cannot_be_written() {
     let relative = String::from_utf8(before.clone()).unwrap();
     fs::write(&mounted, &relative).unwrap();
     fs::write(full.join("filler"), vec![0; 12 << 10]).unwrap();
-    let (error, code) = home.fail(&["--in", "mounted/config", "--in-place"]);
+    let (error, code) = home.fail(&["--kubeconfig", "mounted/config", "--in-place"]);
     assert!(
         error.contains("No space left on device; --out FILE instead of --in-place") && code == 1,
         "{error}"
@@ -205,7 +206,8 @@ fn root_refuses_an_immutable_file_before_anything_is_written() {
         eprintln!("this file system has no immutable files");
         return;
     }
-    let (error, code) = home.fail(&["--in", "user/config", "--in-place", "--mode", "passthrough"]);
+    let (error, code) =
+        home.fail(&["--kubeconfig", "user/config", "--in-place", "--mode", "passthrough"]);
     tool("chattr", &["-i", config.to_str().unwrap()]);
     assert!(
         error.contains("it is immutable (chattr +i); --out FILE instead of --in-place")

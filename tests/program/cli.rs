@@ -151,7 +151,7 @@ fn probe_over_unix_socket_returns_the_check_as_exit_code() {
     assert!(error.contains(socket) && error.lines().count() == 1, "{error}");
 
     let upstream = refusing_address().to_string();
-    let args = ["--listen", "127.0.0.1:0", "--upstream", &upstream];
+    let args = ["--listen", "127.0.0.1:0", "--endpoint", &upstream];
     let running = Running::start_with("127.0.0.1:0", &args, &[("JACKSTAY__ADMIN__SOCKET", socket)]);
     let is_alive = || probe("livez").status.success();
     wait::until_blocking(TIMEOUT, "the probe succeeds", is_alive);
@@ -190,14 +190,14 @@ fn config_defaults_to_the_file_in_etc() {
 fn run_flags_incomplete_or_with_a_file_are_refused() {
     for args in [
         &["run", "--listen", "127.0.0.1:0"][..],
-        &["run", "--upstream", "10.0.0.1:6443"],
-        &["run", "--config", "f", "--listen", "127.0.0.1:0", "--upstream", "10.0.0.1:6443"],
+        &["run", "--endpoint", "10.0.0.1:6443"],
+        &["run", "--config", "f", "--listen", "127.0.0.1:0", "--endpoint", "10.0.0.1:6443"],
     ] {
         let out = jackstay(args);
         assert_eq!(out.status.code(), Some(2), "{args:?}");
         assert!(text(&out.stderr).contains("Usage: jackstay run"), "{}", text(&out.stderr));
     }
-    let out = jackstay(&["run", "--listen", "nowhere", "--upstream", "10.0.0.1:6443"]);
+    let out = jackstay(&["run", "--listen", "nowhere", "--endpoint", "10.0.0.1:6443"]);
     assert_eq!(out.status.code(), Some(2));
     let output = text(&out.stderr);
     assert!(output.starts_with("command line: --listen[0]: \"nowhere\" has no port"), "{output}");
@@ -284,7 +284,7 @@ impl Running {
 /// After the start, resident memory falls below the peak that the kernel has recorded.
 #[test]
 fn run_after_start_returns_memory_to_the_kernel() {
-    let running = Running::start(&["--listen", "127.0.0.1:0", "--upstream", "127.0.0.1:9"]);
+    let running = Running::start(&["--listen", "127.0.0.1:0", "--endpoint", "127.0.0.1:9"]);
     let file = format!("/proc/{}/status", running.child.id());
     wait::until_ok_blocking(TIMEOUT, "resident memory below the peak", || {
         let status = std::fs::read_to_string(&file).expect("a process");
@@ -316,7 +316,7 @@ fn reserve_unused_port() -> (socket2::Socket, String) {
 #[test]
 fn status_every_endpoint_down_fails_after_printing_the_table() {
     let (_reserved, unused) = reserve_unused_port();
-    let running = Running::start(&["--listen", "127.0.0.1:0", "--upstream", &unused]);
+    let running = Running::start(&["--listen", "127.0.0.1:0", "--endpoint", &unused]);
     running.until("ejected", |status| states(status) == ["ejected"]);
     // The client is reset, which counts as an error answered by jackstay itself.
     let mut client = std::net::TcpStream::connect(running.addresses()[0]).expect("it listens");
@@ -364,7 +364,7 @@ async fn status_wait_succeeds_once_process_and_apiserver_are_up() {
         .expect("it starts");
     let upstream = world.servers[0].addr.to_string();
     drop(reserved);
-    let args = ["--listen", "127.0.0.1:0", "--upstream", &upstream];
+    let args = ["--listen", "127.0.0.1:0", "--endpoint", &upstream];
     let running = Running::start_with(&admin, &args, &[]);
     running.until("ejected", |status| states(status) == ["ejected"]);
     world.servers[0].restart().expect("its port");
@@ -394,7 +394,7 @@ fn run_ready_descriptor_gets_a_newline_once_clients_can_connect() {
     let (reserved, listener) = reserve_unused_port();
     let (_reserved, upstream) = reserve_unused_port();
     drop(reserved);
-    let args = format!("--listen {listener} --upstream {upstream} --admin 127.0.0.1:0");
+    let args = format!("--listen {listener} --endpoint {upstream} --admin 127.0.0.1:0");
     let mut child = run_with_descriptor_9(&args);
     let mut output = Vec::new();
     // The read ends because the process closes the descriptor; the process keeps running.
@@ -411,7 +411,7 @@ fn run_ready_descriptor_gets_a_newline_once_clients_can_connect() {
     let out = child.wait_with_output().expect("it ends");
     assert_eq!((out.status.code(), out.stdout), (Some(2), Vec::new()));
 
-    let args = ["run", "--listen", "127.0.0.1:0", "--upstream", "10.0.0.1:1", "--ready-fd", "777"];
+    let args = ["run", "--listen", "127.0.0.1:0", "--endpoint", "10.0.0.1:1", "--ready-fd", "777"];
     let out = jackstay(&args);
     assert_eq!(out.status.code(), Some(2));
     assert!(text(&out.stderr).contains("--ready-fd 777: no such descriptor is open"));
@@ -440,9 +440,9 @@ async fn run_with_listen_and_upstream_passes_connections_through() {
     let running = Running::start(&[
         "--listen",
         "127.0.0.1:0",
-        "--upstream",
+        "--endpoint",
         &upstreams[0],
-        "--upstream",
+        "--endpoint",
         &upstreams[1],
     ]);
     running.until("ready", |status| states(status) == ["ready", "ready"]);
@@ -600,4 +600,28 @@ async fn status_table_of_a_running_jackstay_has_no_empty_cell() {
         !event.starts_with("- ago") && !event.contains("- ->") && !event.ends_with(": -"),
         "{event}"
     );
+}
+
+#[test]
+fn options_with_their_former_names_are_accepted_and_help_shows_one_name() {
+    let help = |command| text(&jackstay(&[command, "--help"]).stdout);
+    for (command, others, former, name, value) in [
+        ("kubeconfig", &[][..], "--in", "--kubeconfig", "missing"),
+        ("kubeconfig", &["--kubeconfig", "missing"], "--server", "--listen", "vip:1"),
+        ("kubeconfig", &["--kubeconfig", "missing"], "--upstream", "--endpoint", "10.0.0.1"),
+        ("run", &["--listen", "127.0.0.1:0"], "--upstream", "--endpoint", "no address"),
+        ("doctor", &["--kubeconfig", "missing"], "--server-name", "--tls-server-name", "node"),
+    ] {
+        let run = |option| jackstay(&[&[command][..], others, &[option, value]].concat());
+        let [before, now] = [former, name].map(run);
+        assert_eq!(text(&before.stderr), text(&now.stderr), "{command} {former}");
+        assert!(!text(&now.stderr).contains("unexpected argument"), "{}", text(&now.stderr));
+        assert_eq!(
+            (before.status.code(), now.status.code()),
+            (Some(2), Some(2)),
+            "{command} {name}"
+        );
+        let shown = |option| help(command).contains(&format!("{option} <"));
+        assert!(shown(name) && !shown(former), "{command}: {}", help(command));
+    }
 }

@@ -509,7 +509,7 @@ fn doctor_running_jackstay_is_not_a_port_conflict() {
     std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_jackstay"), &binary).unwrap();
     let upstream = test.server.addr.to_string();
     let child = Command::new(&binary)
-        .args(["run", "--listen", "127.0.0.1:0", "--upstream", &upstream, "--admin", "127.0.0.1:0"])
+        .args(["run", "--listen", "127.0.0.1:0", "--endpoint", &upstream, "--admin", "127.0.0.1:0"])
         .env("JACKSTAY__STATE_DIR", "")
         .stderr(Stdio::piped())
         .spawn();

@@ -131,7 +131,7 @@ fn kubeconfig_without_mode_writes_only_a_kubeconfig() {
     let home = Home::new();
     let input = home.write_kubeconfig();
     let before = fs::read(&input).unwrap();
-    let output = home.run_offline(&["--server", "127.0.0.1:7443"]);
+    let output = home.run_offline(&["--listen", "127.0.0.1:7443"]);
     assert_eq!(fs::read(&input).unwrap(), before, "the input is unchanged");
     let out = home.path(".kube/jackstay.kubeconfig");
     assert_eq!(mode(&out), 0o600);
@@ -183,7 +183,7 @@ fn kubeconfig_output_json_and_yaml_list_files_changes_and_commands() {
     let second: Value = serde_saphyr::from_str(&yaml).unwrap();
     assert!(second["files"].as_array().unwrap().iter().all(|file| file["written"] == false));
 
-    let output = home.run(&["kubeconfig", "--offline", "--in", "none", "-o", "json"]);
+    let output = home.run(&["kubeconfig", "--offline", "--kubeconfig", "none", "-o", "json"]);
     assert_eq!(output.status.code(), Some(2));
     let report: Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!((&report["ok"], &report["files"]), (&json!(false), &json!([])));
@@ -259,7 +259,7 @@ users:
 ";
     let input = home.write(".kube/config", text);
     fs::set_permissions(&input, fs::Permissions::from_mode(0o640)).unwrap();
-    let output = home.run_offline(&["--in-place", "--server", "localhost:7443"]);
+    let output = home.run_offline(&["--in-place", "--listen", "localhost:7443"]);
     assert!(
         output.contains("\n  kubectl --context c get nodes\n"),
         "kubectl reads this file by default: {output}"
@@ -272,7 +272,8 @@ users:
     assert_eq!(mode(&input), 0o640, "the mode stays");
     // A second run starts from the original server.
     let input = input.to_str().unwrap();
-    let output = home.run_offline(&["--in", input, "--in-place", "--server", "127.0.0.1:8443"]);
+    let output =
+        home.run_offline(&["--kubeconfig", input, "--in-place", "--listen", "127.0.0.1:8443"]);
     let next = format!("\n  kubectl --kubeconfig {input} --context c get nodes\n");
     assert!(output.contains(&next), "{output}");
     let output = home.run_offline(&["--revert"]);
@@ -327,7 +328,7 @@ fn kubeconfig_list_of_files_is_merged_with_absolute_paths() {
 fn kubeconfig_passthrough_writes_a_complete_configuration() {
     let home = Home::new();
     home.write_kubeconfig();
-    let output = home.run_offline(&["--mode", "passthrough", "--upstream", "10.0.0.2:6443"]);
+    let output = home.run_offline(&["--mode", "passthrough", "--endpoint", "10.0.0.2:6443"]);
     let config = home.path(".kube/jackstay/jackstay.yaml");
     assert!(output.contains(&format!("jackstay run --config {}", config.display())), "{output}");
     let check = home.run(&["check", "--config", config.to_str().unwrap()]);
@@ -429,26 +430,26 @@ fn kubeconfig_invalid_input_is_refused_with_remedy() {
         (
             "name",
             kubeconfig(SERVER, &ca, None, Some("t")),
-            &["--mode", "passthrough", "--server", "vip.example:7443"],
+            &["--mode", "passthrough", "--listen", "vip.example:7443"],
             "needs an IP address to listen on",
         ),
         (
             "port",
             kubeconfig(SERVER, &ca, None, Some("t")),
-            &["--server", "127.0.0.1"],
+            &["--listen", "127.0.0.1"],
             "write it as 127.0.0.1:7443",
         ),
         (
             "loop",
             kubeconfig(SERVER, &ca, None, Some("t")),
-            &["--mode", "passthrough", "--upstream", "127.0.0.1:7443"],
+            &["--mode", "passthrough", "--endpoint", "127.0.0.1:7443"],
             "requests would loop",
         ),
     ];
     for (name, text, args, expected) in cases {
         let file = home.write(name, &text);
         let out = home.path(&format!("{name}.out"));
-        let paths = ["--in", file.to_str().unwrap(), "--out", out.to_str().unwrap()];
+        let paths = ["--kubeconfig", file.to_str().unwrap(), "--out", out.to_str().unwrap()];
         let error = home.run_refused(&[&paths[..], args].concat());
         assert!(error.contains(expected), "{name}: {error}");
         assert!(!out.exists(), "{name}");
@@ -535,7 +536,7 @@ fn kubeconfig_server_name_is_in_every_certificate() {
     let three = ThreeServers::start(&["kubernetes", "kubernetes.default.svc"]);
     let (b, c) = (three.address(1), three.address(2));
     let output =
-        three.home.run_online(&["--mode", "passthrough", "--upstream", &b, "--upstream", &c]);
+        three.home.run_online(&["--mode", "passthrough", "--endpoint", &b, "--endpoint", &c]);
     let server_name = three.upstream()["tls"].get("server_name").cloned();
     assert_eq!(server_name, None, "each endpoint is verified by its own address: {output}");
     let written = cluster(&three.home.tree(".kube/jackstay.kubeconfig"));
@@ -545,7 +546,7 @@ fn kubeconfig_server_name_is_in_every_certificate() {
     // An apiserver that does not respond is reported and changes no name.
     assert!(!output.contains("warning: "), "{output}");
     three.servers[2].kill();
-    let more = ["--out", "second/k", "--upstream", &b, "--upstream", &c];
+    let more = ["--out", "second/k", "--endpoint", &b, "--endpoint", &c];
     let output = three.home.run_online(&[&["--mode", "passthrough"][..], &more].concat());
     let warning = format!("warning: {c} does not answer as an apiserver: connect to {c}: ");
     assert!(output.contains(&warning) && !output.contains("no name is taken"), "{output}");
@@ -559,13 +560,13 @@ fn kubeconfig_server_name_is_in_every_certificate() {
     let options = Options { bind, certificate: Some(other), ..Options::named("d") };
     let fourth = apiserver::start(&shared_name.cluster, &shared_name.home.pki, options).unwrap();
     let d = fourth.addr.to_string();
-    shared_name.home.run_online(&["--mode", "terminate", "--node-name", "n", "--upstream", &d]);
+    shared_name.home.run_online(&["--mode", "terminate", "--node-name", "n", "--endpoint", &d]);
     assert_eq!(shared_name.upstream()["tls"]["server_name"], "kubernetes");
 
     // If the certificates share no name, a note reports it.
     let no_shared_name = ThreeServers::start(&[]);
     let b = no_shared_name.address(1);
-    let output = no_shared_name.home.run_online(&["--mode", "passthrough", "--upstream", &b]);
+    let output = no_shared_name.home.run_online(&["--mode", "passthrough", "--endpoint", &b]);
     assert!(output.contains("no name is in every apiserver's certificate"), "{output}");
 }
 
@@ -688,7 +689,7 @@ fn kubeconfig_endpoints_of_the_cluster_are_suggested_and_used_with_discover() {
         "{output}"
     );
     assert!(
-        output.contains("--discover") && output.contains(&format!("--upstream {b}")),
+        output.contains("--discover") && output.contains(&format!("--endpoint {b}")),
         "{output}"
     );
     assert_eq!(three.endpoints(), [a.as_str()], "the note only suggests them");
@@ -754,7 +755,7 @@ fn kubeconfig_upstream_that_is_no_apiserver_is_a_warning() {
     socket.bind(&SocketAddr::from((Ipv4Addr::LOCALHOST, 0)).into()).unwrap();
     let closed = socket.local_addr().unwrap().as_socket().unwrap().to_string();
     let args = |upstreams: &[&str]| -> Vec<String> {
-        let upstreams = upstreams.iter().flat_map(|upstream| ["--upstream", upstream]);
+        let upstreams = upstreams.iter().flat_map(|upstream| ["--endpoint", upstream]);
         ["--mode", "passthrough", "--force"].into_iter().chain(upstreams).map(Into::into).collect()
     };
     let run = |upstreams: &[&str]| {
@@ -805,7 +806,7 @@ fn kubeconfig_stopped_upstream_is_not_called_a_wrong_address() {
     three.create_slices(&[0, 1, 2]);
     let (b, c) = (three.address(1), three.address(2));
     three.servers[2].stop();
-    let output = three.home.run_online(&["--mode", "passthrough", "--upstream", &c]);
+    let output = three.home.run_online(&["--mode", "passthrough", "--endpoint", &c]);
     three.servers[2].cont();
     assert!(
         output.contains(&format!("warning: {c} does not answer as an apiserver: ")),
@@ -813,7 +814,7 @@ fn kubeconfig_stopped_upstream_is_not_called_a_wrong_address() {
     );
     assert!(output.contains("check that it runs"), "{output}");
     assert!(!output.contains("right address instead of"), "{output}");
-    assert!(output.contains(&format!("with --upstream {c} --upstream {b} --force")), "{output}");
+    assert!(output.contains(&format!("with --endpoint {c} --endpoint {b} --force")), "{output}");
 }
 
 #[test]
@@ -980,13 +981,13 @@ fn kubeconfig_keeps_endpoints_of_an_existing_configuration() {
         let items = config["upstreams"][0]["endpoints"].as_array().unwrap().clone();
         items.iter().map(|e| e.as_str().unwrap().to_owned()).collect::<Vec<_>>()
     };
-    with(&["--upstream", "10.0.0.2:6443", "--upstream", "10.0.0.3:6443"]);
+    with(&["--endpoint", "10.0.0.2:6443", "--endpoint", "10.0.0.3:6443"]);
     let three = ["10.0.0.1:6443", "10.0.0.2:6443", "10.0.0.3:6443"];
     assert!(!with(&[]).contains("wrote "), "a second run changes nothing");
     home.run_offline(&["--mode", "terminate", "--node-name", "other", "--force"]);
     assert_eq!(endpoints(), three);
     // The given endpoints replace the existing ones, and a note names the removed ones.
-    let output = with(&["--upstream", "10.0.0.3:6443", "--force"]);
+    let output = with(&["--endpoint", "10.0.0.3:6443", "--force"]);
     assert_eq!(endpoints(), [three[0], three[2]]);
     assert!(output.contains("no longer an endpoint: 10.0.0.2:6443;"), "{output}");
     // The endpoints in the configuration of another cluster are not used.
@@ -1038,7 +1039,7 @@ impl RunningProxy {
         let url = format!("https://{}", server.addr);
         let text = kubeconfig(&url, &home.pki.ca_pem(), Some(&home.admin), None);
         home.write(".kube/config", &text);
-        home.run_online(&["--server", at, "--mode", mode, "--node-name", "node-1"]);
+        home.run_online(&["--listen", at, "--mode", mode, "--node-name", "node-1"]);
         let dir = home.path(".kube/jackstay");
         prepare(&dir);
         let file = dir.join("jackstay.yaml");
@@ -1109,7 +1110,7 @@ fn kubeconfig_server_localhost_binds_both_loopbacks() {
 fn kubeconfig_server_with_dns_name_is_accepted_without_mode() {
     let home = Home::new();
     home.write_kubeconfig();
-    home.run_offline(&["--server", "vip.example:7443"]);
+    home.run_offline(&["--listen", "vip.example:7443"]);
     let written = cluster(&home.tree(".kube/jackstay.kubeconfig"));
     assert_eq!(written["server"], "https://vip.example:7443");
     assert_eq!(written["tls-server-name"], "10.0.0.1", "the apiserver's address");
@@ -1148,7 +1149,7 @@ fn kubeconfig_expired_serving_certificate_with_issuer_is_renewed_at_start() {
     assert_eq!(renewed.validity(SystemTime::now()), Validity::Valid);
     assert_eq!(mode(&serving), 0o600);
     // The command does not take over from an issuer.
-    let arguments = ["--renew", "--in", ".kube/jackstay.kubeconfig"];
+    let arguments = ["--renew", "--kubeconfig", ".kube/jackstay.kubeconfig"];
     let refused = running.home.run(&[&["kubeconfig"][..], &arguments].concat());
     assert!(String::from_utf8_lossy(&refused.stderr).contains("tls.issuer"), "{refused:?}");
     assert!(running.proxy.stop());
@@ -1168,7 +1169,7 @@ fn kubeconfig_renewal_serves_clients_of_the_old_ca_until_the_second_step() {
         let data = cluster(&running.home.tree(kubeconfig))["certificate-authority-data"].clone();
         valid_certificates(&STANDARD.decode(data.as_str().unwrap()).unwrap())
     };
-    let renew = ["--renew", "--in", kubeconfig];
+    let renew = ["--renew", "--kubeconfig", kubeconfig];
     let forced = [&renew[..], &["--force"]].concat();
     let old = cas();
     let output = running.home.run_online(&renew);
@@ -1193,8 +1194,10 @@ fn kubeconfig_renewal_serves_clients_of_the_old_ca_until_the_second_step() {
     assert_eq!((cas(), load_cert(&paths).unwrap().info), (both.clone(), before.info.clone()));
 
     // A kubeconfig that is missing, for example of a user who has left, is a warning.
-    let more =
-        [&["--renew", "--in", "missing", "--config-out"][..], &[".kube/jackstay/jackstay.yaml"]];
+    let more = [
+        &["--renew", "--kubeconfig", "missing", "--config-out"][..],
+        &[".kube/jackstay/jackstay.yaml"],
+    ];
     let failed = running.home.run(&[&["kubeconfig"][..], &more.concat()].concat());
     let text = String::from_utf8_lossy(&failed.stdout).into_owned();
     assert!(text.contains("warning: ") && text.contains("missing does not exist"), "{text}");

@@ -198,7 +198,7 @@ async fn process_of_another_user_is_dumpable_only_if_configured() {
     std::fs::set_permissions(&binary, std::fs::Permissions::from_mode(0o755)).unwrap();
     for (switch, owner) in [("on", 0), ("off", UID)] {
         let mut command = Command::new(&binary);
-        command.args(["run", "--listen", "127.0.0.1:0", "--upstream", "127.0.0.1:9"]);
+        command.args(["run", "--listen", "127.0.0.1:0", "--endpoint", "127.0.0.1:9"]);
         command.env("JACKSTAY__ADMIN__BIND", "127.0.0.1:0").env("JACKSTAY__STATE_DIR", "");
         command.env("JACKSTAY__SANDBOX__NOT_DUMPABLE", switch);
         std::os::unix::process::CommandExt::uid(&mut command, UID);

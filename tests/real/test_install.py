@@ -323,7 +323,7 @@ class Install(RigCase, unittest.TestCase):
         self.assertEqual(plan(run(*argv[1:])), plan(self.node.inside(*argv, check=True).stdout))
         files = self.rig.dir / "emulated"
         files.mkdir()
-        run("kubeconfig", "--mode", "terminate", "--in", KUBELET_CONF, "--out", files / "kubelet.conf", "--config-out", files / "jackstay.yaml")
+        run("kubeconfig", "--mode", "terminate", "--kubeconfig", KUBELET_CONF, "--out", files / "kubelet.conf", "--config-out", files / "jackstay.yaml")
         self.assertIn(SERVER, (files / "kubelet.conf").read_text())
         self.assertTrue(json.loads(run("check", "--config", files / "jackstay.yaml", "-o", "json"))["ok"])
         self.assert_as_before()
@@ -334,7 +334,7 @@ class Install(RigCase, unittest.TestCase):
         self.install()
         config = Path("/etc/jackstay/jackstay.yaml")
         config.write_text(config.read_text() + "# edited\n")
-        done = self.node.jackstay("kubeconfig", "--renew", "--force", "--in", KUBELET_CONF, "--config-out", config)
+        done = self.node.jackstay("kubeconfig", "--renew", "--force", "--kubeconfig", KUBELET_CONF, "--config-out", config)
         self.assertEqual(done.returncode, 0, done.stderr)
         output = self.uninstall()
         self.assertIn(f"kept {config}", output)

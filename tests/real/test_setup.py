@@ -106,7 +106,7 @@ class NewUser(RigCase, unittest.TestCase):
         """Runs the two commands and kubectl, then reverts the kubeconfig and runs kubectl again."""
         kubeconfig_in = self.kubeconfig(user)
         before = kubeconfig_in.read_bytes()
-        output = self.jackstay("kubeconfig", "--in", kubeconfig_in, "--server", SERVER, "--mode", mode, *options)
+        output = self.jackstay("kubeconfig", "--kubeconfig", kubeconfig_in, "--listen", SERVER, "--mode", mode, *options)
         self.assertEqual(kubeconfig_in.read_bytes(), before)
         local_kubeconfig = self.dir / "jackstay.kubeconfig"
         self.assertEqual(stat.S_IMODE(local_kubeconfig.stat().st_mode), 0o600)
@@ -123,7 +123,7 @@ class NewUser(RigCase, unittest.TestCase):
         self.process.stop()
         failed = self.rig.kubectl(local_kubeconfig, "get", "nodes", "--request-timeout=2s")
         self.assertNotEqual(failed.returncode, 0, failed.stdout)
-        self.jackstay("kubeconfig", "--revert", "--in", local_kubeconfig)
+        self.jackstay("kubeconfig", "--revert", "--kubeconfig", local_kubeconfig)
         direct = self.rig.kubectl(local_kubeconfig, "get", "nodes")
         self.assertEqual(direct.returncode, 0, direct.stderr)
         self.assertIn(self.rig.server("a"), local_kubeconfig.read_text())
@@ -134,7 +134,7 @@ class NewUser(RigCase, unittest.TestCase):
         self.set_up_and_revert("passthrough", self.certificate_user())
 
     def test_certificate_user_terminate(self):
-        self.set_up_and_revert("terminate", self.certificate_user(), "--upstream", f"{ADDRESSES['b']}:{PORT}")
+        self.set_up_and_revert("terminate", self.certificate_user(), "--endpoint", f"{ADDRESSES['b']}:{PORT}")
 
     def test_token_user_passthrough(self):
         self.set_up_and_revert("passthrough", {"token": TOKEN})
@@ -157,7 +157,7 @@ class NewUser(RigCase, unittest.TestCase):
     def check_discovery(self, mode):
         kubeconfig_in = self.kubeconfig(self.certificate_user())
         self.wait_for_endpoints(kubeconfig_in)
-        output = self.jackstay("kubeconfig", "--in", kubeconfig_in, "--server", SERVER, "--mode", mode, "--discover")
+        output = self.jackstay("kubeconfig", "--kubeconfig", kubeconfig_in, "--listen", SERVER, "--mode", mode, "--discover")
         self.assertNotIn("only one endpoint", output)
         self.start_jackstay()
         self.jackstay("status", "--wait", "--timeout", "20s", "--admin", ADMIN)
@@ -181,11 +181,11 @@ class NewUser(RigCase, unittest.TestCase):
     def test_in_place_is_reverted(self):
         kubeconfig_in = self.kubeconfig(self.certificate_user())
         before = json.loads(kubeconfig_in.read_text())
-        self.jackstay("kubeconfig", "--in", kubeconfig_in, "--server", SERVER, "--mode", "terminate", "--in-place")
+        self.jackstay("kubeconfig", "--kubeconfig", kubeconfig_in, "--listen", SERVER, "--mode", "terminate", "--in-place")
         self.start_jackstay()
         nodes = self.rig.kubectl(kubeconfig_in, "get", "nodes")
         self.assertEqual(nodes.returncode, 0, nodes.stderr + self.process.tail())
-        self.jackstay("kubeconfig", "--revert", "--in", kubeconfig_in)
+        self.jackstay("kubeconfig", "--revert", "--kubeconfig", kubeconfig_in)
         after = self.rig.kubectl(kubeconfig_in, "config", "view", "--raw", "-o", "json")
         after = json.loads(after.stdout)
         for cluster in before["clusters"]:
@@ -195,7 +195,7 @@ class NewUser(RigCase, unittest.TestCase):
     def test_renewed_serving_certificate_is_used(self):
         """`--renew` replaces the local CA, whose key is stored nowhere, in two steps, and jackstay loads the new certificate."""
         kubeconfig_in = self.kubeconfig({"token": TOKEN})
-        self.jackstay("kubeconfig", "--in", kubeconfig_in, "--server", SERVER, "--mode", "terminate")
+        self.jackstay("kubeconfig", "--kubeconfig", kubeconfig_in, "--listen", SERVER, "--mode", "terminate")
         self.assertFalse((self.dir / "jackstay/local-ca.key").exists())
         self.start_jackstay()
 
@@ -203,7 +203,7 @@ class NewUser(RigCase, unittest.TestCase):
             nodes = self.rig.kubectl(self.dir / "jackstay.kubeconfig", "get", "nodes")
             return nodes.returncode == 0
         wait_for("the certificate of the local CA to be accepted", served, 20)
-        renew = ["kubeconfig", "--renew", "--force", "--in", self.dir / "jackstay.kubeconfig"]
+        renew = ["kubeconfig", "--renew", "--force", "--kubeconfig", self.dir / "jackstay.kubeconfig"]
         self.assertIn("published the next local CA", self.jackstay(*renew))
         self.assertTrue(served(), self.process.tail())
         self.assertIn("the next certificate is served", self.jackstay(*renew))

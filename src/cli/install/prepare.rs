@@ -149,7 +149,7 @@ fn refuse_second_setup(files: &KubeconfigFiles) -> Result<(), Failure> {
         let path = file.path().display();
         return Err(Failure::Input(format!(
             "{path} points at jackstay already, and not by `jackstay install`: restore it with \
-             `jackstay kubeconfig --revert --in {path}` first"
+             `jackstay kubeconfig --revert --kubeconfig {path}` first"
         )));
     }
     Ok(())

@@ -116,7 +116,7 @@ fn refuse_discovery_below_a_path(
     }
     Err(Failure::Input(format!(
         "--discover: the server of cluster {:?} has the path {}, which the apiservers that the cluster names do not \
-         serve; --upstream names other servers with this path",
+         serve; --endpoint names other servers with this path",
         context.cluster, context.path_prefix
     )))
 }
@@ -124,7 +124,7 @@ fn refuse_discovery_below_a_path(
 /// The authority that clients send through jackstay, if jackstay does not replace it.
 fn authority_of_clients(args: &KubeconfigArgs, is_passed_through: bool) -> Option<Authority> {
     let is_terminated = args.mode == Some(SetupMode::Terminate) || args.local_ca.is_some();
-    sent_authority(&args.server).filter(|_| !is_terminated || is_passed_through)
+    sent_authority(&args.listen).filter(|_| !is_terminated || is_passed_through)
 }
 
 /// What follows for clients whose connections are passed through.
@@ -205,7 +205,7 @@ fn note_unusable(
 
 fn left_out_note(address: &str, why: &str) -> String {
     format!(
-        "{address} is an apiserver of the cluster and was left out: {why}; --upstream {address} uses it \
+        "{address} is an apiserver of the cluster and was left out: {why}; --endpoint {address} uses it \
          nevertheless"
     )
 }
@@ -236,11 +236,11 @@ fn known_upstreams(
     notes: &mut Vec<String>,
 ) -> Vec<String> {
     let previous = config.map(|file| endpoints_in(file, own)).unwrap_or_default();
-    if args.upstreams.is_empty() {
+    if args.endpoints.is_empty() {
         return previous;
     }
     let mut given: Vec<String> = Vec::new();
-    for upstream in args.upstreams.iter().map(|upstream| normal_address(upstream)) {
+    for upstream in args.endpoints.iter().map(|upstream| normal_address(upstream)) {
         if !is_same(&upstream, own) && !given.iter().any(|known| is_same(known, &upstream)) {
             given.push(upstream);
         }
@@ -249,7 +249,7 @@ fn known_upstreams(
     let removed: Vec<String> = previous.into_iter().filter(|known| !is_given(known)).collect();
     if !removed.is_empty() {
         notes.push(format!(
-            "no longer an endpoint: {}; --upstream names all besides the kubeconfig's",
+            "no longer an endpoint: {}; --endpoint names all besides the kubeconfig's",
             removed.join(", ")
         ));
     }
@@ -384,13 +384,13 @@ fn redundancy_note(
         Ok(members) => {
             let prefix =
                 if only { format!("only one endpoint is known, {own}; ") } else { String::new() };
-            // --upstream replaces the known endpoints, so the note names them too.
+            // --endpoint replaces the known endpoints, so the note names them too.
             let (wrong, known): (Vec<&str>, Vec<&str>) =
                 upstreams.iter().map(String::as_str).partition(|address| wrong.contains(address));
             let known = known.into_iter().map(str::to_owned);
             let all = known.chain(members.iter().map(SocketAddr::to_string));
-            let mut options: Vec<String> = all.map(|known| format!("--upstream {known}")).collect();
-            options.extend(wrong.iter().map(|_| "--upstream ADDR".to_owned()));
+            let mut options: Vec<String> = all.map(|known| format!("--endpoint {known}")).collect();
+            options.extend(wrong.iter().map(|_| "--endpoint ADDR".to_owned()));
             let suffix = if wrong.is_empty() {
                 String::new()
             } else {
@@ -405,7 +405,7 @@ fn redundancy_note(
             ))
         }
         Err(why) if only => Some(format!(
-            "only one endpoint is known, {own}: nothing takes over when it fails; --upstream names \
+            "only one endpoint is known, {own}: nothing takes over when it fails; --endpoint names \
              others (the cluster's apiservers are not known: {why})"
         )),
         Err(_) => None,
@@ -443,17 +443,17 @@ mod tests {
         assert!(
             offer.starts_with("only one endpoint is known, 10.0.0.1:6443; the cluster names 2")
         );
-        assert!(offer.contains("with --upstream 10.0.0.2:6443 --upstream [fd00::3]:6443 --force"));
-        // The offer includes the known endpoints, which --upstream would drop.
+        assert!(offer.contains("with --endpoint 10.0.0.2:6443 --endpoint [fd00::3]:6443 --force"));
+        // The offer includes the known endpoints, which --endpoint would drop.
         let known = ["10.0.0.9:6443".to_owned()];
         let offer = note(&known, 0, Ok(&members[..1])).unwrap();
         assert!(offer.starts_with("the cluster names 1 apiserver more"), "{offer}");
-        assert!(offer.contains("with --upstream 10.0.0.9:6443 --upstream 10.0.0.2:6443 --force"));
+        assert!(offer.contains("with --endpoint 10.0.0.9:6443 --endpoint 10.0.0.2:6443 --force"));
         assert!(offer.ends_with("--force"), "{offer}");
         // An address at which no apiserver responds is no part of the command.
         let with_wrong = ["10.0.0.8:2379".to_owned(), "10.0.0.9:6443".to_owned()];
         let offer = note(&with_wrong, 0, Ok(&members[..1])).unwrap();
-        let command = "with --upstream 10.0.0.9:6443 --upstream 10.0.0.2:6443 --upstream ADDR --force, \
+        let command = "with --endpoint 10.0.0.9:6443 --endpoint 10.0.0.2:6443 --endpoint ADDR --force, \
                        where ADDR is the right address instead of 10.0.0.8:2379";
         assert!(offer.ends_with(command), "{offer}");
         assert!(note(&[], 0, Ok(&[])).unwrap().contains("names no other"));

@@ -12,10 +12,10 @@ use crate::kubeconfig::setup::SetupMode;
 #[allow(clippy::struct_excessive_bools)] // each is a separate flag
 pub(in crate::cli) struct KubeconfigArgs {
     /// The address of jackstay for local clients.
-    #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:7443")]
-    pub(super) server: String,
+    #[arg(long, alias = "server", value_name = "ADDR", default_value = "127.0.0.1:7443")]
+    pub(super) listen: String,
     /// The kubeconfig to read; default $KUBECONFIG (a list is merged), else ~/.kube/config.
-    #[arg(long = "in", value_name = "FILE")]
+    #[arg(long = "kubeconfig", alias = "in", value_name = "FILE")]
     pub(super) input: Option<PathBuf>,
     /// The context whose cluster changes; default the current one.
     #[arg(long, value_name = "NAME")]
@@ -56,8 +56,8 @@ pub(in crate::cli) struct KubeconfigArgs {
     pub(super) config_out: Option<PathBuf>,
     /// Another apiserver of the cluster, besides the one in the kubeconfig. Repeatable; default
     /// those in the existing configuration.
-    #[arg(long = "upstream", value_name = "ADDR")]
-    pub(super) upstreams: Vec<String>,
+    #[arg(long = "endpoint", alias = "upstream", value_name = "ADDR")]
+    pub(super) endpoints: Vec<String>,
     /// Also use the apiservers in the `EndpointSlices` of the cluster. They are read with the user's
     /// credential, which may run an exec plugin.
     #[arg(long, conflicts_with_all = ["offline", "revert", "local_ca"])]
@@ -117,7 +117,7 @@ impl KubeconfigArgs {
     /// The arguments for the kubeconfig of kubelet.
     pub(in crate::cli) fn of_node(setup: &NodeSetup) -> Self {
         Self {
-            server: setup.listen.clone(),
+            listen: setup.listen.clone(),
             input: Some(setup.kubeconfig.clone()),
             context: None,
             out: None,
@@ -129,7 +129,7 @@ impl KubeconfigArgs {
             restart_readers: false,
             mode: Some(setup.mode),
             config_out: Some(setup.config.clone()),
-            upstreams: setup.endpoints.clone(),
+            endpoints: setup.endpoints.clone(),
             discover: false,
             offline: false,
             ca_file: None,

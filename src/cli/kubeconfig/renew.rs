@@ -47,7 +47,9 @@ fn renew_with(
     let config_file = match (&args.config_out, listed.first()) {
         (Some(file), _) => file.clone(),
         (None, Some(first)) => directory_beside(&first.path).join("jackstay.yaml"),
-        (None, None) => return Err(Failure::input("KUBECONFIG names no file: name one with --in")),
+        (None, None) => {
+            return Err(Failure::input("KUBECONFIG names no file: name one with --kubeconfig"));
+        }
     };
     let listener = local_listener(&config_file)?;
     let _lock = lock_directory(&listener.serving)?;

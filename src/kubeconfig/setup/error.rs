@@ -86,7 +86,7 @@ impl fmt::Display for SetupError {
         match self {
             Self::Host { host, port } => write!(
                 f,
-                "--server {host}:{port}: a configuration needs an IP address to listen on, or localhost"
+                "--listen {host}:{port}: a configuration needs an IP address to listen on, or localhost"
             ),
             Self::Insecure(cluster) => write!(
                 f,

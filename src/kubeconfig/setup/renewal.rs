@@ -215,7 +215,7 @@ fn describe_alarm(alarm: Alarm, served: &Pair, lacking: &[String]) -> String {
     match alarm {
         Alarm::NoKubeconfig => format!(
             "no listed kubeconfig trusts the local CA, whose certificate is served until {until}: list the kubeconfigs \
-             of the clients with --in or KUBECONFIG"
+             of the clients with --kubeconfig or KUBECONFIG"
         ),
         Alarm::NotTrusted => format!(
             "the serving certificate expires on {until}, and the next one is not served yet, because {lacking} does not \

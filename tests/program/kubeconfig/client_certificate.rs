@@ -47,7 +47,7 @@ fn kubeconfig_that_is_a_pipe_is_copied_with_a_warning_and_check_names_the_remedy
     let out = home.path("out");
     let config = home.path("etc/jackstay.yaml");
     let script = format!(
-        "{} kubeconfig --offline --in /dev/stdin --mode terminate --node-name n --out {} --config-out {} <{}",
+        "{} kubeconfig --offline --kubeconfig /dev/stdin --mode terminate --node-name n --out {} --config-out {} <{}",
         env!("CARGO_BIN_EXE_jackstay"),
         out.display(),
         config.display(),

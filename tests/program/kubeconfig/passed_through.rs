@@ -28,9 +28,9 @@ impl RunningProxy {
         let fixed = [
             "kubeconfig",
             "--force",
-            "--in",
+            "--kubeconfig",
             input.to_str().unwrap(),
-            "--server",
+            "--listen",
             &server,
             "--admin",
             &admin,

@@ -34,7 +34,7 @@ pub fn start_as(binary: &Path, file: &Path, flags: &[&str], user: u32) -> Proces
 /// Starts a passthrough listener on a free port, with a drain timeout of an hour.
 pub fn start_passthrough(upstream: SocketAddr) -> Process {
     let mut command = Command::new(BINARY);
-    command.args(["run", "--listen", "127.0.0.1:0", "--upstream", &upstream.to_string()]);
+    command.args(["run", "--listen", "127.0.0.1:0", "--endpoint", &upstream.to_string()]);
     command.env("JACKSTAY__ADMIN__BIND", "127.0.0.1:0").env("JACKSTAY__STATE_DIR", "");
     command.env("JACKSTAY__SHUTDOWN__DRAIN_TIMEOUT", "1h");
     Process::spawn(command)

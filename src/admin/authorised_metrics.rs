@@ -2,7 +2,7 @@
 //!
 //! A client certificate with the configured name needs no apiserver, so that it reads the metrics of an outage. Other
 //! certificates and tokens are [reviewed](reviews) by an apiserver, as kubelet and kube-rbac-proxy do: the user of the
-//! token (TokenReview), and whether it may get the path `/metrics` (SubjectAccessReview).
+//! token (`TokenReview`), and whether it may get the path `/metrics` (`SubjectAccessReview`).
 //!
 //! A peer in the network may be hostile. So connections have the limits of [`connections`](super::connections), and each
 //! source has a rate of connections, since a handshake costs the control thread about a millisecond.
@@ -172,15 +172,14 @@ impl AuthorisedMetrics {
     ) -> Result<Option<(String, Vec<String>)>, Access> {
         let ca = self.tls.client_ca().clone();
         let (Some(chain), Some(ca)) = (chain, ca) else { return Ok(None) };
-        let verdict = match ca.cached_verdict(&chain, wall_clock()) {
-            Some(verdict) => verdict,
-            None => {
-                let slot = client_chain::acquire_slot(&chain, source.key()).await;
-                let mut slot = slot.ok_or(Access::Busy)?;
-                let verdict = slot.verify(&chain, &ca).await;
-                tokio::spawn(slot.pause());
-                verdict
-            }
+        let verdict = if let Some(verdict) = ca.cached_verdict(&chain, wall_clock()) {
+            verdict
+        } else {
+            let slot = client_chain::acquire_slot(&chain, source.key()).await;
+            let mut slot = slot.ok_or(Access::Busy)?;
+            let verdict = slot.verify(&chain, &ca).await;
+            tokio::spawn(slot.pause());
+            verdict
         };
         let info = certificate::cert_info(chain.leaf()).map_err(|_| Access::Unauthenticated)?;
         let now = wall_clock();

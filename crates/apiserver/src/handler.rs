@@ -27,6 +27,14 @@ pub(super) const JSON: &str = "application/json";
 /// The group whose users may get `/metrics`, for reviews.
 const METRICS_READERS: &str = "metrics-readers";
 
+/// The paths of objects that ask a question.
+const REVIEWS: [&str; 4] = [
+    "/apis/authentication.k8s.io/v1/selfsubjectreviews",
+    "/apis/authentication.k8s.io/v1/tokenreviews",
+    "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews",
+    "/apis/authorization.k8s.io/v1/subjectaccessreviews",
+];
+
 /// Encoding of a response.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Format {
@@ -200,41 +208,43 @@ impl RequestContext {
                 let echo = ResponseBody::Echo(Box::new(body));
                 return Ok(respond(200, "application/octet-stream", echo));
             }
-            "/apis/authentication.k8s.io/v1/selfsubjectreviews" => {
-                let mut review = self.json_body(body).await?;
-                review["status"]["userInfo"] = user.user_info();
-                return self.negotiate(201, &review);
-            }
-            "/apis/authentication.k8s.io/v1/tokenreviews" => {
-                let mut review = self.json_body(body).await?;
-                let token = review["spec"]["token"].as_str().unwrap_or_default();
-                review["status"] = match self.server.cluster.user_of(token) {
-                    Some(user) => json!({ "authenticated": true, "user": user.user_info() }),
-                    None => json!({ "error": "invalid bearer token" }),
-                };
-                return self.negotiate(201, &review);
-            }
-            "/apis/authorization.k8s.io/v1/subjectaccessreviews" => {
-                let mut review = self.json_body(body).await?;
-                let attributes = json!({ "path": "/metrics", "verb": "get" });
-                let groups = review["spec"]["groups"].as_array();
-                let is_reader =
-                    groups.is_some_and(|groups| groups.contains(&json!(METRICS_READERS)));
-                let allowed = is_reader && review["spec"]["nonResourceAttributes"] == attributes;
-                review["status"] = json!({ "allowed": allowed });
-                return self.negotiate(201, &review);
-            }
-            "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews" => {
-                let mut review = self.json_body(body).await?;
-                review["status"] = json!({ "allowed": true, "reason": "the demo allows it" });
-                return self.negotiate(201, &review);
-            }
+            path if REVIEWS.contains(&path) => return self.review(path, body, &user).await,
             _ => {}
         }
         match &self.target {
             Some(target) => self.resource(target, body).await,
             None => Err(StatusError::no_such_path()),
         }
+    }
+
+    /// The answer to an object that asks a question, and is not stored.
+    async fn review(
+        &self,
+        path: &str,
+        body: Incoming,
+        user: &User,
+    ) -> Result<Response<ResponseBody>, StatusError> {
+        let mut review = self.json_body(body).await?;
+        match path.rsplit('/').next() {
+            Some("selfsubjectreviews") => review["status"]["userInfo"] = user.user_info(),
+            Some("tokenreviews") => {
+                let token = review["spec"]["token"].as_str().unwrap_or_default();
+                review["status"] = match self.server.cluster.user_of(token) {
+                    Some(user) => json!({ "authenticated": true, "user": user.user_info() }),
+                    None => json!({ "error": "invalid bearer token" }),
+                };
+            }
+            Some("subjectaccessreviews") => {
+                let attributes = json!({ "path": "/metrics", "verb": "get" });
+                let groups = review["spec"]["groups"].as_array();
+                let is_reader =
+                    groups.is_some_and(|groups| groups.contains(&json!(METRICS_READERS)));
+                let allowed = is_reader && review["spec"]["nonResourceAttributes"] == attributes;
+                review["status"] = json!({ "allowed": allowed });
+            }
+            _ => review["status"] = json!({ "allowed": true, "reason": "the demo allows it" }),
+        }
+        self.negotiate(201, &review)
     }
 
     /// The user of the request, or a 401. An unauthenticated request on HTTP/2 also triggers GOAWAY

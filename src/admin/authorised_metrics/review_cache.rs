@@ -98,13 +98,13 @@ mod tests {
         let (start, second) = (clock::now(), Duration::from_secs(1));
         for (verdict, after, known) in [
             (Allowed, Duration::ZERO, Fresh(Allowed)),
-            (Allowed, ALLOWED_TTL - second, Fresh(Allowed)),
+            (Allowed, ALLOWED_TTL.saturating_sub(second), Fresh(Allowed)),
             (Allowed, ALLOWED_TTL, Stale),
-            (Allowed, OUTAGE_TTL - second, Stale),
+            (Allowed, OUTAGE_TTL.saturating_sub(second), Stale),
             (Allowed, OUTAGE_TTL, Unknown),
-            (Forbidden, REFUSED_TTL - second, Fresh(Forbidden)),
+            (Forbidden, REFUSED_TTL.saturating_sub(second), Fresh(Forbidden)),
             (Forbidden, REFUSED_TTL, Unknown),
-            (Unauthenticated, REFUSED_TTL - second, Fresh(Unauthenticated)),
+            (Unauthenticated, REFUSED_TTL.saturating_sub(second), Fresh(Unauthenticated)),
             (Unauthenticated, REFUSED_TTL, Unknown),
         ] {
             let mut cache = ReviewCache::default();

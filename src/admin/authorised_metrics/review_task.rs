@@ -168,7 +168,7 @@ impl ReviewTask {
     }
 }
 
-/// The user of a TokenReview, in the form of a SubjectAccessReview; `None` if the token is not valid.
+/// The user of a `TokenReview`, in the form of a `SubjectAccessReview`; `None` if the token is not valid.
 fn user_of(review: &Value) -> Result<Option<Value>, String> {
     let status = review.get("status").ok_or("a TokenReview without a status")?;
     if status.get("authenticated") != Some(&Value::Bool(true)) {

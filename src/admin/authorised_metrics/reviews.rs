@@ -80,7 +80,9 @@ impl Credential {
                 // No token is empty.
                 add("");
                 add(name);
-                groups.iter().for_each(|group| add(group));
+                for group in groups {
+                    add(group);
+                }
             }
         }
         let mut key = Key::default();
@@ -197,9 +199,9 @@ mod tests {
             (second, Ok(Verdict::Forbidden), Access::Forbidden, true),
             (second, down(), Access::Forbidden, false),
             (REFUSED_TTL, Ok(Verdict::Allowed), Access::Allowed, true),
-            (ALLOWED_TTL - second, down(), Access::Allowed, false),
+            (ALLOWED_TTL.saturating_sub(second), down(), Access::Allowed, false),
             (second, down(), Access::Allowed, true),
-            (OUTAGE_TTL - ALLOWED_TTL - second, down(), Access::Allowed, true),
+            (OUTAGE_TTL.saturating_sub(ALLOWED_TTL + second), down(), Access::Allowed, true),
             (second, down(), unavailable, true),
         ] {
             tokio::time::advance(pause).await;

@@ -128,6 +128,7 @@ mod tests {
     use std::time::Duration;
 
     use jackstay_apiserver::pki::{Issued, Pki, Subject, Validity as Period, kubeconfig};
+    use jackstay_sys::utc::wall_clock;
 
     use super::*;
     use crate::kubeconfig::KubeconfigFile;
@@ -147,7 +148,7 @@ mod tests {
     #[test]
     fn find_takes_a_valid_certificate_of_the_same_node_and_ca() {
         let dir = tempfile::tempdir().unwrap();
-        let now = SystemTime::now();
+        let now = wall_clock();
         let days = |from: u32, to: u32| Period {
             not_before: now - DAY * 100 + DAY * from,
             not_after: now - DAY * 100 + DAY * to,

@@ -191,14 +191,16 @@ impl Clients {
         let next = next_fingerprint(pairs);
         let recorded = before.readers.get(&reader.unit);
         let known = recorded.filter(|known| known.is_of(reader));
-        let trusts = known.map(|known| known.trusts.clone()).unwrap_or_else(|| {
+        let trusts = if let Some(known) = known {
+            known.trusts.clone()
+        } else {
             let mut trusts = self.trusted_by(reader);
             if recorded.is_none() {
                 // It may have started before the publication.
                 trusts.retain(|ca| Some(ca) != next.as_ref());
             }
             trusts
-        });
+        };
         let lacks = next
             .filter(|next| !trusts.contains(next))
             .map(|next| Seen::first(known.and_then(|known| known.lacks.as_ref()), &next, now));

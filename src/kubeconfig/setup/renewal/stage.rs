@@ -127,9 +127,9 @@ pub fn decide(seen: &Observed) -> Decision {
     if seen.current.contains(seen.now) { decide_valid(seen) } else { decide_not_valid(seen) }
 }
 
-/// The next pair if it is valid and lasts longer than the current one.
+/// The next pair if it is valid and does not end before the current one. Both may be of the same second.
 pub fn usable_next(seen: &Observed) -> Option<Window> {
-    seen.next.filter(|next| next.contains(seen.now) && next.until > seen.current.until)
+    seen.next.filter(|next| next.contains(seen.now) && next.until >= seen.current.until)
 }
 
 fn decide_valid(seen: &Observed) -> Decision {

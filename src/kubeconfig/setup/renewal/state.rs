@@ -3,6 +3,7 @@
 //! A lost or damaged file delays a renewal and restarts a client once more than needed. Nothing else depends on it.
 
 use std::collections::BTreeMap;
+use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -19,7 +20,10 @@ const MAX_STATE: u64 = 1 << 20;
 /// The SHA-256 of a certificate in hexadecimal.
 pub(super) fn fingerprint(der: &CertificateDer<'_>) -> String {
     let digest = digest::digest(&digest::SHA256, der);
-    digest.as_ref().iter().map(|byte| format!("{byte:02x}")).collect()
+    digest.as_ref().iter().fold(String::new(), |mut text, byte| {
+        let _ = write!(text, "{byte:02x}");
+        text
+    })
 }
 
 /// What the runs remember.

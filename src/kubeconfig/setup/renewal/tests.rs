@@ -500,8 +500,10 @@ fn renewal_reads_the_ca_from_a_named_file() {
 fn renewal_with_a_wrong_clock_does_no_harm_that_stays() {
     let jumps: &[i64] = &[-20_000, 400, -120, 4000, -400, -20, 20, 120];
     let jumps = if seeds(1) > 1 { jumps } else { &jumps[..3] };
-    for (wrong_from, lasts) in [(300, 1), (100, 5), (250, 3), (346, 2), (500, 4)] {
-        for jump in jumps.iter().copied().skip(usize::from(wrong_from == 300)) {
+    let wrong: &[(u32, u32)] = &[(300, 1), (346, 2), (100, 5), (250, 3), (500, 4)];
+    let wrong = if seeds(1) > 1 { wrong } else { &wrong[..2] };
+    for (wrong_from, lasts) in wrong.iter().copied() {
+        for jump in jumps.iter().copied() {
             let mut machine = Machine::new(day(0));
             for number in days_of(640, wrong_from - 1..wrong_from + lasts + 20) {
                 let is_wrong = (wrong_from..wrong_from + lasts).contains(&number);

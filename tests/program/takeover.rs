@@ -226,6 +226,8 @@ async fn sigusr2_replaces_the_process_under_load() {
     let manager = ServiceManager::new();
     let new = setup.start_under(&manager, &["--take-over"]);
     setup.replace(new).wait_exit().await;
+    let stored = manager.receive_any();
+    assert!(stored.starts_with("FDSTORE=1\nFDNAME=jackstay-listener-127.0.0.1_"), "{stored}");
     assert_eq!(manager.receive(), "READY=1");
     load.wait_progress().await;
 

@@ -54,8 +54,18 @@ impl ServiceManager {
         Self { socket, dir }
     }
 
-    /// The next message.
+    /// The next message that does not store or remove a descriptor.
     pub fn receive(&self) -> String {
+        loop {
+            let message = self.receive_any();
+            if !message.starts_with("FDSTORE") {
+                return message;
+            }
+        }
+    }
+
+    /// The next message.
+    pub fn receive_any(&self) -> String {
         let mut buffer = [0; 256];
         let length = loop {
             match self.socket.recv(&mut buffer) {

@@ -58,6 +58,10 @@ const EVICTION_PAUSE: Duration = Duration::from_millis(250);
 /// How long it may take if the client has sent a request before it received the GOAWAY.
 const MAX_EVICTION_TIME: Duration = Duration::from_secs(5);
 
+/// How long a drain waits for the first request of an HTTP/1.1 connection. hyper closes one without a request at once, and
+/// Go's client repeats a request only if its connection has carried another one before (`shouldRetryRequest`).
+const FIRST_REQUEST_WAIT: Duration = Duration::from_secs(2);
+
 /// A client connection and what it needs besides the stream.
 pub struct HttpConnection<'a> {
     /// The admission of the listener.
@@ -193,7 +197,9 @@ impl HttpConnection<'_> {
         let warn_of_shed = || self.warn_of_shed(&memory, source);
         let errors = HeadErrors::new(limits.max_header_bytes, Arc::clone(&self.service.metrics));
         let (stream, timer) = limit_heads(stream, limits.header_timeout, memory.heads(), errors);
-        let respond = service_fn(move |request| {
+        let has_request = Cell::new(false);
+        let respond = service_fn(|request| {
+            has_request.set(true);
             let memory = client.charge(&request).ok_or(());
             let fits = memory.is_ok();
             let memory = memory.unwrap_or_else(|()| client.memory.begin_uncharged());
@@ -228,7 +234,15 @@ impl HttpConnection<'_> {
                 // The connection is polled first, so that a received request counts before it is shed as idle.
                 biased;
                 result = connection.as_mut() => return result.map_err(Into::into),
-                () = drain.started() => {}
+                () = drain.started() => {
+                    let first = Box::pin(first_request(&has_request));
+                    tokio::select! {
+                        biased;
+                        result = connection.as_mut() => return result.map_err(Into::into),
+                        () = first => {}
+                        () = slot.evicted() => {}
+                    }
+                }
                 () = slot.evicted() => {}
                 shed = shed_when_short(&memory, warn_of_shed) => shed?,
                 () = identity_lost(&memory, certificate) => {}
@@ -283,6 +297,12 @@ async fn identity_lost(client: &ClientMemory, certificate: Option<Rc<ClientCerti
         }
         None => pending().await,
     }
+}
+
+/// Returns when the connection has a request, or none comes. Must be polled after the connection.
+async fn first_request(has_request: &Cell<bool>) {
+    let begun = poll_fn(|_| if has_request.get() { Poll::Ready(()) } else { Poll::Pending });
+    let _ = tokio::time::timeout(FIRST_REQUEST_WAIT, begun).await;
 }
 
 /// Counts an evicted connection, and returns when it has had time to close. Never returns for another connection.

@@ -286,6 +286,45 @@ async fn drain_finishes_requests_and_ends_watches_cleanly() {
     println!("drained in {:?}", start.elapsed());
 }
 
+/// Its client has connected before the drain and sends its request a moment later, as one does whose connection was in the
+/// accept queue.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn drain_serves_the_first_request_of_an_http1_connection() {
+    let cluster = TestCluster::new(1);
+    let proxy = cluster.start_with(|config| config.shutdown.drain_timeout = 2 * PATIENCE).await;
+    let get = format!("GET {CONFIGMAPS} HTTP/1.1\r\nHost: a\r\n\r\n");
+    let connect = async || proxy.wire(&cluster.certs, "http/1.1").await;
+    let mut silent = connect().await;
+    // Enough for each worker to have some of both.
+    let (mut fresh, mut used) = (Vec::new(), Vec::new());
+    for _ in 0..8 {
+        fresh.push(connect().await);
+        let mut stream = connect().await;
+        stream.write_all(get.as_bytes()).await.unwrap();
+        soon("a response", stream.read_exact(&mut [0])).await.unwrap();
+        used.push(stream);
+    }
+    proxy.running.drain();
+    let stopped = tokio::task::spawn_blocking(move || proxy.running.stop());
+    // Then the workers have told every connection to end.
+    for mut stream in used {
+        soon("the end of a used connection", stream.read_to_end(&mut Vec::new())).await.unwrap();
+    }
+    for stream in &mut fresh {
+        stream.write_all(get.as_bytes()).await.unwrap();
+    }
+    for mut stream in fresh {
+        let mut answer = String::new();
+        soon("an answer", stream.read_to_string(&mut answer)).await.unwrap();
+        assert!(answer.starts_with("HTTP/1.1 200 OK\r\n"), "{answer}");
+        assert!(answer.contains("\r\nconnection: close\r\n"), "{answer}");
+    }
+    let mut nothing = Vec::new();
+    let _ = soon("the end of the silent connection", silent.read_to_end(&mut nothing)).await;
+    assert_eq!(nothing, b"");
+    assert!(soon("the end of jackstay", stopped).await.unwrap(), "a worker panicked");
+}
+
 /// A connection that has carried a request may stay idle, as that of a kubelet does.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn connection_without_a_request_is_closed_at_the_header_timeout() {

@@ -16,7 +16,7 @@ from pathlib import Path
 
 UNIT = "jackstay.service"
 CONFIG, STATE = Path("/etc/jackstay/jackstay.yaml"), Path("/var/lib/jackstay")
-LISTENER, SERVER = ("127.0.0.1", 7443), ("127.0.0.1", 6443)
+LISTENER, TLS_LISTENER, SERVER = ("127.0.0.1", 7443), ("127.0.0.1", 7444), ("127.0.0.1", 6443)
 LOG, DROP_IN = Path("/var/log/jackstay.log"), Path("/run/systemd/system/jackstay.service.d")
 CONFIGURATION = f"""
 upstreams: [{{ name: control-plane, endpoints: ["{SERVER[0]}:{SERVER[1]}"] }}]
@@ -171,6 +171,54 @@ class LongLived(Connecting):
                 except OSError:
                     pass
                 self.ended += 1
+
+
+class Requesting(Connecting):
+    """Opens connections over HTTP/1.1 all the time, with one request on each, and counts those without a response. The status
+    does not count: the server does not speak HTTP/2."""
+
+    def run(self):
+        while self.running:
+            begun = time.monotonic()
+            try:
+                answer = get_version()
+                assert answer.startswith(b"HTTP/1.1 "), f"closed without a response: {answer}"
+                self.opened += 1
+                self.slowest = max(self.slowest, time.monotonic() - begun)
+            except (OSError, AssertionError) as error:
+                self.failed.append(f"{time.strftime('%H:%M:%S', time.gmtime())} {error}")
+            time.sleep(0.005)
+
+
+def get_version():
+    """The first bytes of a response at L7."""
+    with Client.TLS.wrap_socket(socket.create_connection(TLS_LISTENER, 5)) as stream:
+        stream.sendall(b"GET /version HTTP/1.1\r\nhost: jackstay\r\nconnection: close\r\n\r\n")
+        return stream.recv(9)
+
+
+def serves_requests():
+    try:
+        return get_version() == b"HTTP/1.1 "
+    except OSError:
+        return False
+
+
+def both_modes():
+    """A configuration with a listener for L4 and one for L7, whose certificate is that of the server."""
+    CONFIG.parent.mkdir(exist_ok=True)
+    for name in ("crt", "key"):
+        shutil.copy(f"/tmp/server.{name}", CONFIG.parent / f"tls.{name}")
+    upstream, listener = CONFIGURATION.strip().split("\n")
+    upstream = upstream.replace(" }]", f", tls: {{ ca_file: {CONFIG.parent}/tls.crt }} }}]")
+    return f"""{upstream}
+listeners:
+  - {listener.removeprefix('listeners: [').removesuffix(']')}
+  - name: l7
+    bind: ["{TLS_LISTENER[0]}:{TLS_LISTENER[1]}"]
+    upstream: control-plane
+    tls: {{ cert_file: {CONFIG.parent}/tls.crt, key_file: {CONFIG.parent}/tls.key }}
+"""
 
 
 class Node(unittest.TestCase):
@@ -573,16 +621,20 @@ class Restart(Node):
 
     def test_twenty_restarts_refuse_no_connection(self):
         durations = []
-        with Connecting() as connecting, LongLived() as first, LongLived() as second:
+        self.configure(both_modes())
+        sh("systemctl", "reload", UNIT)
+        wait_for("a response at L7", serves_requests)
+        with Connecting() as connecting, Requesting() as requesting, LongLived() as first, LongLived() as second:
             for _ in range(20):
                 pid, begun = main_pid(), time.monotonic()
                 sh("systemctl", "restart", UNIT)
                 durations.append(time.monotonic() - begun)
                 self.assert_replaced(pid)
-        self.assert_served(connecting, first, second)
+        self.assert_served(connecting, requesting, first, second)
         self.assertGreater(first.ended, 0)
-        print(f"20 restarts of {max(durations):.2f} s at most: {connecting.opened} connections, none failed, the slowest had its first byte after "
-              f"{max(connecting.slowest, first.slowest, second.slowest):.2f} s; {first.ended + second.ended} long-lived ones ended")
+        print(f"20 restarts of {max(durations):.2f} s at most: {connecting.opened} connections at L4 and {requesting.opened} at L7, none failed, the "
+              f"slowest had its first byte after {max(connecting.slowest, first.slowest, second.slowest):.2f} s and {requesting.slowest:.2f} s; "
+              f"{first.ended + second.ended} long-lived ones ended")
 
     def test_restart_while_the_previous_version_drains(self):
         """As needrestart does when a process drains with a deleted binary."""
@@ -661,7 +713,6 @@ class OlderSystemd(Node):
     """The unit with the system calls that other versions of systemd permit it. `system_calls.json` has their groups: of
     src/shared/seccomp-util.c of v239, v249 and v252, and of `systemd-analyze syscall-filter` of 257."""
 
-    TLS_LISTENER = ("127.0.0.1", 7444)
     DROP_IN = Path("/etc/systemd/system/jackstay.service.d/system-calls.conf")
 
     def clean(self):
@@ -685,16 +736,7 @@ class OlderSystemd(Node):
         sh("systemctl", "daemon-reload")
 
     def serve(self):
-        for name in ("crt", "key"):
-            shutil.copy(f"/tmp/server.{name}", CONFIG.parent / f"tls.{name}")
-        terminating = f"""  - name: l7
-    bind: ["{self.TLS_LISTENER[0]}:{self.TLS_LISTENER[1]}"]
-    upstream: control-plane
-    tls: {{ cert_file: {CONFIG.parent}/tls.crt, key_file: {CONFIG.parent}/tls.key }}
-"""
-        upstream, listener = CONFIGURATION.strip().split("\n")
-        upstream = upstream.replace(" }]", f", tls: {{ ca_file: {CONFIG.parent}/tls.crt }} }}]")
-        self.configure(f"{upstream}\nlisteners:\n  - {listener.removeprefix('listeners: [').removesuffix(']')}\n{terminating}")
+        self.configure(both_modes())
         sh("systemctl", "start", UNIT)
         self.assertTrue(self.both_serve())
         sh("systemctl", "reload", UNIT)
@@ -712,10 +754,7 @@ class OlderSystemd(Node):
         self.assertEqual((show("Result"), show("ExecMainStatus")), ("success", "0"))
 
     def both_serve(self):
-        """Whether both listeners serve. At L7 the status does not count: the server does not speak HTTP/2."""
-        with Client.TLS.wrap_socket(socket.create_connection(self.TLS_LISTENER, 5)) as stream:
-            stream.sendall(b"GET /version HTTP/1.1\r\nhost: jackstay\r\nconnection: close\r\n\r\n")
-            return stream.recv(9) == b"HTTP/1.1 " and serves()
+        return serves_requests() and serves()
 
 
 class Rpm(Node):

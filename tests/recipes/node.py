@@ -132,10 +132,17 @@ def systemctl(words):
 
 
 def ctr(words):
-    """Imports an archive. Other commands do nothing."""
-    if "import" in words:
-        with IMAGES.open("a") as file:
-            print("localhost/jackstay:0.1.0", file=file)
+    """Imports an archive, lists the names of images, or labels one."""
+    images = IMAGES.read_text().splitlines() if IMAGES.exists() else []
+    match words:
+        case ["-n", "k8s.io", "images", "import", _]:
+            IMAGES.write_text("".join(f"{image}\n" for image in {*images, "localhost/jackstay:0.1.0"}))
+        case ["-n", "k8s.io", "images", "ls", "-q"]:
+            print(*images, sep="\n")
+        case ["-n", "k8s.io", "images", "label", image, _] if image in images:
+            pass
+        case _:
+            raise NodeError(f"ctr {' '.join(words)}: this node does not know it, or the image")
 
 
 # ---- static pods ------------------------------------------------------------------------------------------------------------------

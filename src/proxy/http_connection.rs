@@ -12,7 +12,7 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use h2::Reason;
-use hyper::rt::Executor;
+use hyper::rt::{Executor, Timer};
 use hyper::server::conn::{http1, http2};
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
@@ -36,6 +36,7 @@ use super::drain::DrainWatcher;
 use super::head_errors::HeadErrors;
 use super::head_timeout::limit_heads;
 use super::listener_service::ListenerService;
+use crate::config::RequestLimits;
 use crate::net::frame_limiter::FrameLimiter;
 
 /// Largest frame accepted: RFC 9113's default.
@@ -218,13 +219,7 @@ impl HttpConnection<'_> {
                 Ok::<_, Infallible>(response.map(|body| TrackedBody::new(body, progress, reserve)))
             }
         });
-        let mut builder = http1::Builder::new();
-        let connection = builder
-            .timer(timer)
-            .header_read_timeout(limits.header_timeout)
-            .max_headers(http1_fields(limits.max_header_bytes as usize))
-            .max_buf_size((limits.max_header_bytes as usize).max(8 * 1024))
-            .half_close(false)
+        let connection = http1_builder(limits, timer)
             .serve_connection(TokioIo::new(stream), respond)
             .with_upgrades();
         let mut connection = std::pin::pin!(connection);
@@ -279,6 +274,21 @@ impl HttpConnection<'_> {
 const fn http2_header_list(max_header_bytes: u32) -> u32 {
     let twice = max_header_bytes.saturating_mul(2);
     if twice > KUBE_APISERVER_HEAD { twice } else { KUBE_APISERVER_HEAD }
+}
+
+/// The settings of an HTTP/1.1 connection.
+fn http1_builder(
+    limits: &RequestLimits,
+    timer: impl Timer + Send + Sync + 'static,
+) -> http1::Builder {
+    let mut builder = http1::Builder::new();
+    builder
+        .timer(timer)
+        .header_read_timeout(limits.header_timeout)
+        .max_headers(http1_fields(limits.max_header_bytes as usize))
+        .max_buf_size((limits.max_header_bytes as usize).max(8 * 1024))
+        .half_close(false);
+    builder
 }
 
 /// The fields that hyper reads of an HTTP/1.1 head: no head of `max_header_bytes` has more.

@@ -63,7 +63,7 @@ class ImageCollection(RigCase, unittest.TestCase):
             manifest.parent.mkdir(parents=True, exist_ok=True)
             manifest.write_text(pod)
             self.addCleanup(manifest.unlink, missing_ok=True)
-            done = sh(self.rig.binary, "doctor", "--endpoint", self.rig.server("a"), "--duration", "1s", "-o", "json",
+            done = sh(dist_file("jackstay"), "doctor", "--endpoint", self.rig.server("a"), "--duration", "1s", "-o", "json",
                       check=False, env={"CONTAINERD_ADDRESS": CONTAINERD_SOCKET, "PATH": "/usr/bin:/bin"})
             manifest.unlink()
             return [finding["cause"] for finding in json.loads(done.stdout)["findings"]]

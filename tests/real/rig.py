@@ -526,7 +526,7 @@ conf_dir = "{d}/cni-conf"
         pem.chmod(0o600)
         swap_symlink(self.current, pem)
 
-    def start(self):
+    def create_cgroups(self):
         for hierarchy in Path("/sys/fs/cgroup").iterdir():
             try:
                 (hierarchy / self.cgroup).mkdir(exist_ok=True)
@@ -535,6 +535,9 @@ conf_dir = "{d}/cni-conf"
                         (hierarchy / self.cgroup / knob).write_text((hierarchy / knob).read_text())
             except OSError:
                 pass
+
+    def start(self):
+        self.create_cgroups()
         self.containerd.start()
         wait_for("containerd", lambda: self.ctr("version"), 20)
         self.ctr("images", "import", self.image())

@@ -23,8 +23,15 @@ class CollectingNode(RealNode):
 
     NAME = "collecting-1"
 
+    def __init__(self, rig, apiserver):
+        # kubelet must know the size of the file system, which cAdvisor does not find for one that is mounted twice.
+        (rig.dir / "node").mkdir()
+        sh("mount", "-t", "tmpfs", "-o", "size=2g", "tmpfs", rig.dir / "node")
+        super().__init__(rig, apiserver)
+
     def kubelet_config(self):
-        return {**super().kubelet_config(), "imageGCHighThresholdPercent": 1, "imageGCLowThresholdPercent": 0, "imageMinimumGCAge": "1ns"}
+        return {**super().kubelet_config(), "imageGCHighThresholdPercent": 1, "imageGCLowThresholdPercent": 0, "imageMinimumGCAge": "1ns",
+                "localStorageCapacityIsolation": True}  # else cAdvisor measures no file system
 
 
 def heeds_label(version):
@@ -45,6 +52,7 @@ class ImageCollection(RigCase, unittest.TestCase):
         pod = (DEPLOY / "static-pod/jackstay.yaml").read_text()
         image = re.search(r"image: (\S+)", pod)[1]
         pinned = image.rpartition(":")[0] + ":pinned"
+        node.create_cgroups()
         node.containerd.start()
         wait_for("containerd", lambda: node.ctr("version"), 20)
         node.ctr("images", "import", dist_file("jackstay-image.tar"))

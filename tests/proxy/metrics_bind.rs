@@ -11,7 +11,7 @@ use jackstay_apiserver::pki::{Pki, Subject};
 use tokio::io::AsyncReadExt as _;
 use tokio::net::TcpStream;
 
-use crate::support::{CONFIGMAPS, TestCluster, until};
+use crate::support::{CONFIGMAPS, Proxy, TestCluster, until};
 
 /// The group that the demo apiserver permits to get `/metrics`.
 const READERS: &[&str] = &["metrics-readers"];
@@ -31,6 +31,17 @@ fn bind_metrics(config: &mut Config) -> SocketAddr {
     config.admin.metrics_client_name = Some(CLIENT_NAME.into());
     config.admin.metrics_review_upstream = Some("control-plane".into());
     address
+}
+
+/// jackstay with the tokens of the tests, when it serves the metrics.
+async fn start(cluster: &TestCluster) -> (Proxy, SocketAddr) {
+    tokens(cluster);
+    let mut config = cluster.config();
+    let address = bind_metrics(&mut config);
+    let proxy = cluster.certs.start(config);
+    proxy.wait_ready(2).await;
+    until("the address is bound", async || TcpStream::connect(address).await.is_ok()).await;
+    (proxy, address)
 }
 
 async fn scrape(address: SocketAddr, credentials: &Credentials, path: &str) -> Reply {
@@ -55,17 +66,12 @@ fn tokens(cluster: &TestCluster) {
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn metrics_are_served_to_reviewed_users_and_nothing_else_is() {
     let cluster = TestCluster::new(2);
-    tokens(&cluster);
-    let mut config = cluster.config();
-    let address = bind_metrics(&mut config);
-    let proxy = cluster.certs.start(config);
-    proxy.wait_ready(2).await;
+    let (proxy, address) = start(&cluster).await;
     let anonymous = cluster.certs.anonymous();
     let with = |name: &str, groups: &[&str]| {
         let issued = cluster.certs.pki.client(&Subject::new(name, groups)).unwrap();
         anonymous.clone().certificate(&issued)
     };
-    until("the address is bound", async || TcpStream::connect(address).await.is_ok()).await;
 
     let reader = anonymous.clone().token("reader");
     let reply = scrape(address, &reader, "/metrics").await;
@@ -102,14 +108,9 @@ async fn metrics_are_served_to_reviewed_users_and_nothing_else_is() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn known_clients_read_the_metrics_of_an_outage() {
     let cluster = TestCluster::new(2);
-    tokens(&cluster);
-    let mut config = cluster.config();
-    let address = bind_metrics(&mut config);
-    let proxy = cluster.certs.start(config);
-    proxy.wait_ready(2).await;
+    let (proxy, address) = start(&cluster).await;
     let anonymous = cluster.certs.anonymous();
     let issued = cluster.certs.pki.client(&Subject::new(CLIENT_NAME, &[])).unwrap();
-    until("the address is bound", async || TcpStream::connect(address).await.is_ok()).await;
     assert_eq!(status(address, &anonymous.clone().token("reader")).await, 200);
     cluster.kill_all();
     proxy.wait_all("ejected").await;
@@ -124,12 +125,7 @@ async fn known_clients_read_the_metrics_of_an_outage() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn connections_of_one_source_are_limited_and_harm_no_request() {
     let cluster = TestCluster::new(2);
-    tokens(&cluster);
-    let mut config = cluster.config();
-    let address = bind_metrics(&mut config);
-    let proxy = cluster.certs.start(config);
-    proxy.wait_ready(2).await;
-    until("the address is bound", async || TcpStream::connect(address).await.is_ok()).await;
+    let (proxy, address) = start(&cluster).await;
     let mut open = Vec::new();
     for _ in 0..200 {
         open.push(TcpStream::connect(address).await.unwrap());

@@ -6,7 +6,9 @@ use std::fs;
 use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 
-use crate::kubeconfig::{KubeconfigFile, ServerUrl};
+use jackstay_sys::files;
+
+use crate::kubeconfig::{KubeconfigFile, MAX_KUBECONFIG, ServerUrl};
 
 /// The directory of the kubeconfigs of kubeadm: `kubelet.conf`, `controller-manager.conf`, `scheduler.conf`, `admin.conf`.
 const KUBEADM: &str = "etc/kubernetes";
@@ -37,9 +39,9 @@ pub struct Dependent {
 /// The kubeconfigs below `root`, usually `/`, that name one of the addresses. Those of kubeadm, of kubelet, and those in
 /// the arguments of running processes are read. A file that is no kubeconfig is skipped, since no component can use it.
 pub fn find(root: &Path, listeners: &[SocketAddr]) -> Vec<Dependent> {
-    let mut files: BTreeSet<PathBuf> = OTHERS.iter().map(|path| root.join(path)).collect();
+    let mut candidates: BTreeSet<PathBuf> = OTHERS.iter().map(|path| root.join(path)).collect();
     let kubeadm = fs::read_dir(root.join(KUBEADM)).into_iter().flatten().flatten();
-    files.extend(
+    candidates.extend(
         kubeadm.map(|entry| entry.path()).filter(|path| {
             path.extension().is_some_and(|extension| extension == KUBEADM_EXTENSION)
         }),
@@ -47,11 +49,12 @@ pub fn find(root: &Path, listeners: &[SocketAddr]) -> Vec<Dependent> {
     let processes = fs::read_dir(root.join("proc")).into_iter().flatten().flatten();
     for process in processes {
         let arguments = fs::read(process.path().join("cmdline")).unwrap_or_default();
-        files.extend(named_files(&arguments).into_iter().map(|path| under(root, &path)));
+        candidates.extend(named_files(&arguments).into_iter().map(|path| under(root, &path)));
     }
     let mut found = Vec::new();
-    for file in files {
-        let Ok(content) = fs::read(&file) else { continue };
+    for file in candidates {
+        // Any process can name a pipe or a device in its arguments.
+        let Ok(content) = files::read(&file, MAX_KUBECONFIG) else { continue };
         let Ok(parsed) = KubeconfigFile::parse(&file, &content) else { continue };
         let servers = parsed.config().clusters.iter().filter_map(|one| one.cluster.as_ref());
         let servers = servers.filter_map(|cluster| cluster.server.as_deref());
@@ -137,6 +140,12 @@ mod tests {
         write("proc/7/cmdline", "/usr/bin/kube-proxy\0--kubeconfig\0/opt/proxy\0");
         write("proc/8/cmdline", "/opt/agent\0--kubeconfig=/opt/agent\0--v=2\0");
         write("proc/9/cmdline", "/usr/bin/kubectl\0--kubeconfig=/opt/tool\0get\0");
+        // Not waited for.
+        let pipe = root.join("opt/pipe");
+        let mode = rustix::fs::Mode::RUSR;
+        rustix::fs::mknodat(rustix::fs::CWD, &pipe, rustix::fs::FileType::Fifo, mode, 0).unwrap();
+        write("proc/10/cmdline", "/opt/agent\0--kubeconfig=/opt/pipe\0");
+        write("proc/11/cmdline", "/opt/agent\0--kubeconfig=/opt\0");
         let found = find(root, &["127.0.0.1:7443".parse().unwrap()]);
         let files: Vec<_> = found
             .iter()

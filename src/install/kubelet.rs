@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 use std::error::Error;
 use std::fmt;
 use std::fs;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
@@ -174,15 +175,20 @@ fn is_part_of(kubelet: &Process, program: &Process, processes: &BTreeMap<u32, Pr
     service.is_some() && service == unit::service_in_cgroup(program)
 }
 
-/// `--cert-dir` of a kubelet of this machine that uses `kubeconfig`. `None` if none runs.
+/// `--cert-dir` of a kubelet of this machine that uses `kubeconfig`. `None` if none runs. A process of another user than root
+/// or the owner of the kubeconfig is none: anyone can start a program with this name.
 pub fn certificate_directory(proc: &Path, kubeconfig: &Path) -> Option<PathBuf> {
     let file = |path: &Path| fs::canonicalize(path).ok();
+    let owner = |path: &Path| fs::metadata(path).ok().map(|metadata| metadata.uid());
     let wanted = file(kubeconfig)?;
+    let trusted = [Some(0), owner(&wanted)];
     process::all(proc).into_values().find_map(|process| {
-        if process.contained || process.program() != Some(Program::Kubelet) {
+        let path = proc.join(process.pid.to_string());
+        let is_kubelet = process.program() == Some(Program::Kubelet);
+        if process.contained || !is_kubelet || !trusted.contains(&owner(&path)) {
             return None;
         }
-        let directory = working_directory(&proc.join(process.pid.to_string()));
+        let directory = working_directory(&path);
         let used = file(&directory.join(flag(&process.arguments, "kubeconfig")?))?;
         let certificates = flag(&process.arguments, "cert-dir").unwrap_or(CERTIFICATE_DIRECTORY);
         (used == wanted).then(|| directory.join(certificates))
@@ -318,6 +324,11 @@ mod tests {
         assert_eq!(directory(&[&flag, "--cert-dir", "/data/pki"]), Some("/data/pki".into()));
         assert_eq!(directory(&["--kubeconfig=/other"]), None);
         assert_eq!(directory(&[]), None);
+        // Another user's program; only root can give away a file.
+        let proc = proc(&[(7, &["kubelet", &flag, "--cert-dir", "/tmp/pki"], SERVICE)]);
+        if std::os::unix::fs::chown(proc.path().join("7"), Some(1000), None).is_ok() {
+            assert_eq!(certificate_directory(proc.path(), kubeconfig.path()), None);
+        }
     }
 
     #[test]

@@ -26,6 +26,7 @@ use crate::doctor::target::{
     TargetError, Trust, root_of_context, root_of_url,
 };
 use crate::doctor::{examine, findings, report};
+use crate::install::kubelet::Kubelet;
 use crate::install::{bypass, kubelet};
 use crate::kubeconfig::{
     KubeconfigError, KubeconfigFiles, KubeconfigPaths, ResolveError, ResolvedContext, ServerUrl,
@@ -102,14 +103,17 @@ fn parse_time(text: &str) -> Result<Duration, DurationFlagError> {
 
 /// Runs the command.
 pub(super) fn run(args: &DoctorArgs) -> ExitCode {
-    let mut plan = match plan(args) {
+    let kubelet = kubelet::find(Path::new("/proc"), &Systemd).ok();
+    let mut plan = match plan(args, kubelet.as_ref()) {
         Ok(plan) => plan,
         Err(error) => {
             eprintln!("{error}");
             return ExitCode::from(EXIT_USAGE);
         }
     };
-    plan.static_pods = Some(static_pods());
+    // That of kubeadm if no kubelet runs.
+    let static_pods = kubelet.and_then(|kubelet| kubelet.static_pods);
+    plan.static_pods = Some(static_pods.unwrap_or_else(|| STATIC_PODS.into()));
     let format = args.output.format;
     if format == OutputFormat::Text {
         let (seconds, more) = (args.duration.as_secs(), examine::OVERTIME.as_secs());
@@ -130,12 +134,6 @@ pub(super) fn run(args: &DoctorArgs) -> ExitCode {
     let value = report::json(&observations, &findings, &notes);
     format.print(&value, || report::text(&observations, &findings, &notes));
     if findings::has_problems(&findings) { ExitCode::FAILURE } else { ExitCode::SUCCESS }
-}
-
-/// The directory of kubelet's static pods; that of kubeadm if no kubelet runs.
-fn static_pods() -> PathBuf {
-    let kubelet = kubelet::find(Path::new("/proc"), &Systemd).ok();
-    kubelet.and_then(|kubelet| kubelet.static_pods).unwrap_or_else(|| STATIC_PODS.into())
 }
 
 /// Why nothing can be examined.
@@ -169,10 +167,10 @@ impl From<TargetError> for DoctorError {
     }
 }
 
-/// Decides what to examine.
-fn plan(args: &DoctorArgs) -> Result<ExaminationPlan, DoctorError> {
+/// Decides what to examine. `kubelet` is that of this node.
+fn plan(args: &DoctorArgs, kubelet: Option<&Kubelet>) -> Result<ExaminationPlan, DoctorError> {
     if let Some(file) = &args.config {
-        return plan_of_config(file);
+        return plan_of_config(file, kubelet);
     }
     let mut plan = ExaminationPlan::default();
     let pair = args.cert_file.clone().zip(args.key_file.clone());
@@ -244,7 +242,7 @@ fn running_addresses(admin: SocketAddr) -> Vec<SocketAddr> {
 
 /// Plans the examination of a configuration. A file that cannot be read is bad usage; an invalid
 /// configuration is a finding.
-fn plan_of_config(file: &Path) -> Result<ExaminationPlan, DoctorError> {
+fn plan_of_config(file: &Path, kubelet: Option<&Kubelet>) -> Result<ExaminationPlan, DoctorError> {
     if let Err(error) = std::fs::metadata(file) {
         return Err(DoctorError::Config(file.to_owned(), error));
     }
@@ -257,7 +255,7 @@ fn plan_of_config(file: &Path) -> Result<ExaminationPlan, DoctorError> {
             Ok(plan) => {
                 let mut notes =
                     check::check_files(file, &loaded.config, SystemTime::now()).warnings;
-                notes.extend(bypass::note(Path::new("/proc"), &Systemd));
+                notes.extend(kubelet.and_then(bypass::note));
                 let running = running_addresses(loaded.config.admin.bind);
                 ExaminationPlan { running, notes, ..plan }
             }

@@ -2,14 +2,12 @@
 
 use std::path::Path;
 
+use jackstay_sys::files;
+
 use super::host::check_kubeconfig_stays;
 use super::journal::{DIRECTORY, Journal, Phase, Store};
-use super::kubelet;
-use crate::kubeconfig::{KubeconfigFile, ServerUrl, recorded_original};
-use crate::systemd::ServiceManager;
-
-/// Maximum size of the kubeconfig in bytes.
-const MAX_KUBECONFIG: u64 = 1 << 20;
+use super::kubelet::Kubelet;
+use crate::kubeconfig::{KubeconfigFile, MAX_KUBECONFIG, ServerUrl, recorded_original};
 
 /// Why the kubeconfig of kubelet should point at jackstay.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -20,14 +18,14 @@ enum Reason {
     Nodeadm,
 }
 
-/// What is to be said of the kubelet of this node. `None` if it uses jackstay, if nothing says that it should, or if there is no
-/// kubelet whose kubeconfig can be read.
-pub fn note(proc: &Path, manager: &impl ServiceManager) -> Option<String> {
-    let path = kubelet::find(proc, manager).ok()?.kubeconfig;
+/// What is to be said of a kubelet. `None` if it uses jackstay, if nothing says that it should, or if its kubeconfig cannot
+/// be read.
+pub fn note(kubelet: &Kubelet) -> Option<String> {
+    let path = &kubelet.kubeconfig;
     let journal = Store::new(DIRECTORY).read().ok().flatten();
-    let reason = reason(journal.as_ref(), check_kubeconfig_stays(&path).is_err())?;
-    let text = jackstay_sys::files::read_text(&path, MAX_KUBECONFIG).ok()?;
-    explain(&path, text.as_bytes(), reason)
+    let reason = reason(journal.as_ref(), check_kubeconfig_stays(path).is_err())?;
+    let bytes = files::read(path, MAX_KUBECONFIG).ok()?;
+    explain(path, &bytes, reason)
 }
 
 fn reason(journal: Option<&Journal>, is_of_nodeadm: bool) -> Option<Reason> {

@@ -7,7 +7,7 @@ use clap::Args;
 
 use super::options::ConfigArgs;
 use crate::config;
-use crate::install::dependents;
+use crate::install::dependents::{self, Jackstay};
 
 /// This file permits a removal in any case.
 const PERMISSION: &str = "/etc/jackstay/allow-removal";
@@ -29,10 +29,12 @@ pub(super) fn run(args: &RemovalArgs) -> ExitCode {
     }
     let draft =
         config::draft(&args.config.config, config::environment(), &config::Overrides::default());
-    // Without a valid configuration jackstay serves nothing.
-    let listeners = draft.config.map(|config| config.listeners).unwrap_or_default();
-    let addresses: Vec<_> = listeners.iter().flat_map(|listener| &listener.bind).copied().collect();
-    let dependents = dependents::find(&args.root, &addresses);
+    let addresses = draft.config.map(|config| -> Vec<_> {
+        config.listeners.iter().flat_map(|listener| &listener.bind).copied().collect()
+    });
+    let jackstay =
+        addresses.as_deref().map_or(Jackstay::Configured(&args.config.config), Jackstay::At);
+    let dependents = dependents::find(&args.root, jackstay);
     if dependents.is_empty() {
         return ExitCode::SUCCESS;
     }

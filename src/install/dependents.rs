@@ -1,5 +1,4 @@
-//! The kubeconfigs of this node that name a listener of jackstay: components that lose their apiserver when jackstay is
-//! removed.
+//! The kubeconfigs of this node that lead to jackstay: components that lose their apiserver when jackstay is removed.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -7,8 +6,9 @@ use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 
 use jackstay_sys::files;
+use kube::config::Cluster;
 
-use crate::kubeconfig::{KubeconfigFile, MAX_KUBECONFIG, ServerUrl};
+use crate::kubeconfig::{KubeconfigFile, MAX_KUBECONFIG, ServerUrl, recorded_configuration};
 
 /// The directory of the kubeconfigs of kubeadm: `kubelet.conf`, `controller-manager.conf`, `scheduler.conf`, `admin.conf`.
 const KUBEADM: &str = "etc/kubernetes";
@@ -27,18 +27,42 @@ const FLAGS: [&str; 3] =
 /// Programs that run beside these components and are given kubeconfigs for single commands.
 const NO_COMPONENTS: [&str; 3] = ["kubectl", "jackstay", "kubectl-jackstay"];
 
-/// A kubeconfig that names a listener.
+/// The jackstay to which kubeconfigs may lead.
+#[derive(Debug, Clone, Copy)]
+pub enum Jackstay<'a> {
+    /// One with listeners at these addresses.
+    At(&'a [SocketAddr]),
+    /// One whose configuration is not valid any more. A process that runs still serves the listeners that it had.
+    Configured(&'a Path),
+}
+
+impl Jackstay<'_> {
+    /// Whether a cluster leads to it: by its address, or by the record of `jackstay kubeconfig`.
+    fn is_used_by(&self, cluster: &Cluster) -> bool {
+        match self {
+            Self::At(listeners) => {
+                let url =
+                    cluster.server.as_deref().and_then(|server| ServerUrl::parse(server).ok());
+                url.is_some_and(|url| listeners.iter().any(|at| names(&url, *at)))
+            }
+            Self::Configured(file) => recorded_configuration(cluster)
+                .is_some_and(|recorded| Path::new(&recorded) == *file),
+        }
+    }
+}
+
+/// A kubeconfig that leads to jackstay.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Dependent {
     /// The kubeconfig.
     pub file: PathBuf,
-    /// The `server` of the cluster that names the listener.
+    /// The `server` of the cluster that leads there.
     pub server: String,
 }
 
-/// The kubeconfigs below `root`, usually `/`, that name one of the addresses. Those of kubeadm, of kubelet, and those in
+/// The kubeconfigs below `root`, usually `/`, that lead to `jackstay`. Those of kubeadm, of kubelet, and those in
 /// the arguments of running processes are read. A file that is no kubeconfig is skipped, since no component can use it.
-pub fn find(root: &Path, listeners: &[SocketAddr]) -> Vec<Dependent> {
+pub fn find(root: &Path, jackstay: Jackstay<'_>) -> Vec<Dependent> {
     let mut candidates: BTreeSet<PathBuf> = OTHERS.iter().map(|path| root.join(path)).collect();
     let kubeadm = fs::read_dir(root.join(KUBEADM)).into_iter().flatten().flatten();
     candidates.extend(
@@ -56,14 +80,11 @@ pub fn find(root: &Path, listeners: &[SocketAddr]) -> Vec<Dependent> {
         // Any process can name a pipe or a device in its arguments.
         let Ok(content) = files::read(&file, MAX_KUBECONFIG) else { continue };
         let Ok(parsed) = KubeconfigFile::parse(&file, &content) else { continue };
-        let servers = parsed.config().clusters.iter().filter_map(|one| one.cluster.as_ref());
-        let servers = servers.filter_map(|cluster| cluster.server.as_deref());
-        let local = servers.filter(|server| {
-            ServerUrl::parse(server).is_ok_and(|url| listeners.iter().any(|at| names(&url, *at)))
-        });
-        found.extend(
-            local.map(|server| Dependent { file: file.clone(), server: server.to_owned() }),
-        );
+        let clusters = parsed.config().clusters.iter().filter_map(|one| one.cluster.as_ref());
+        found.extend(clusters.filter(|cluster| jackstay.is_used_by(cluster)).map(|cluster| {
+            let server = cluster.server.clone().unwrap_or_default();
+            Dependent { file: file.clone(), server }
+        }));
     }
     found
 }
@@ -146,14 +167,44 @@ mod tests {
         rustix::fs::mknodat(rustix::fs::CWD, &pipe, rustix::fs::FileType::Fifo, mode, 0).unwrap();
         write("proc/10/cmdline", "/opt/agent\0--kubeconfig=/opt/pipe\0");
         write("proc/11/cmdline", "/opt/agent\0--kubeconfig=/opt\0");
-        let found = find(root, &["127.0.0.1:7443".parse().unwrap()]);
-        let files: Vec<_> = found
-            .iter()
-            .map(|one| one.file.strip_prefix(root).unwrap().to_str().unwrap())
-            .collect();
-        assert_eq!(files, ["etc/kubernetes/kubelet.conf", "opt/agent", "opt/proxy"]);
-        assert_eq!(find(root, &["127.0.0.1:8443".parse().unwrap()]), []);
-        assert_eq!(find(root, &[]), []);
+        let at = |listeners: &[&str]| -> Vec<String> {
+            let listeners: Vec<_> = listeners.iter().map(|at| at.parse().unwrap()).collect();
+            let name = |one: Dependent| one.file.strip_prefix(root).unwrap().display().to_string();
+            find(root, Jackstay::At(&listeners)).into_iter().map(name).collect()
+        };
+        let expected = ["etc/kubernetes/kubelet.conf", "opt/agent", "opt/proxy"];
+        assert_eq!(at(&["127.0.0.1:7443"]), expected);
+        assert!(at(&["127.0.0.1:8443"]).is_empty());
+        assert!(at(&[]).is_empty());
+    }
+
+    #[test]
+    fn kubeconfig_of_an_invalid_configuration_is_known_by_its_record() {
+        let dir = tempfile::tempdir().unwrap();
+        let root = dir.path();
+        fs::create_dir_all(root.join("etc/kubernetes")).unwrap();
+        let record = |name: &str, configuration: Option<&str>| {
+            let extension = serde_json::json!({ "configuration": configuration });
+            let cluster = serde_json::json!({
+                "server": "https://127.0.0.1:7443",
+                "extensions": [{ "name": "jackstay", "extension": extension }],
+            });
+            let kubeconfig = serde_json::json!({
+                "apiVersion": "v1",
+                "kind": "Config",
+                "clusters": [{ "name": "c", "cluster": cluster }],
+            });
+            fs::write(root.join("etc/kubernetes").join(name), kubeconfig.to_string()).unwrap();
+        };
+        record("kubelet.conf", Some("/etc/jackstay/jackstay.yaml"));
+        record("scheduler.conf", Some("/etc/kubernetes/jackstay/jackstay.yaml"));
+        record("admin.conf", None);
+        let found = find(root, Jackstay::Configured(Path::new("/etc/jackstay/jackstay.yaml")));
+        let expected = Dependent {
+            file: root.join("etc/kubernetes/kubelet.conf"),
+            server: "https://127.0.0.1:7443".to_owned(),
+        };
+        assert_eq!(found, [expected]);
     }
 
     #[test]

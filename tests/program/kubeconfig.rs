@@ -1193,7 +1193,7 @@ fn kubeconfig_renewal_serves_clients_of_the_old_ca_until_the_second_step() {
     assert!(output.contains("--force serves it now"), "{output}");
     assert_eq!((cas(), load_cert(&paths).unwrap().info), (both.clone(), before.info.clone()));
 
-    // jackstay only warns of a missing kubeconfig, for example of a user who has left.
+    // A missing kubeconfig, as of a user who has left, is a warning.
     let more = [
         &["--renew", "--kubeconfig", "missing", "--config-out"][..],
         &[".kube/jackstay/jackstay.yaml"],

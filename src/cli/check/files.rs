@@ -514,8 +514,8 @@ impl FileChecker<'_> {
         }
     }
 
-    /// Checks the validity of a certificate: expired and not valid yet are warnings, overdue for renewal is a
-    /// note.
+    /// Checks the validity of a certificate: expired and not valid yet are warnings, less than a tenth of the lifetime is
+    /// a note.
     fn validity(&mut self, at: &str, path: &Path, info: &CertInfo) {
         if let Err(error) = info.check_time(path, self.now) {
             return self.warning(at, error);

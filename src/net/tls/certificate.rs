@@ -195,8 +195,9 @@ impl CertInfo {
         }
     }
 
-    /// Whether a valid certificate should have been renewed already: kubelet renews with at least a tenth of the
-    /// lifetime left (`jitteryDuration` in client-go's `certificate_manager.go`), kubeadm and jackstay's local CA earlier.
+    /// Whether a valid client certificate should have been renewed already: kubelet renews with at least a tenth of the
+    /// lifetime left (`jitteryDuration` in client-go's `certificate_manager.go`), kubeadm earlier. The serving certificate
+    /// of a local CA is replaced with three weeks left (`kubeconfig::setup::renewal`).
     pub fn is_renewal_overdue(&self, now: SystemTime) -> bool {
         let span = |from: SystemTime, to: SystemTime| to.duration_since(from).unwrap_or_default();
         span(now, self.not_after) < span(self.not_before, self.not_after) / 10

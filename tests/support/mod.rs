@@ -348,16 +348,22 @@ impl Proxy {
 
     /// The local addresses of the live connections whose credential class starts with `class`, sorted.
     pub async fn connections(&self, class: &str) -> Vec<String> {
-        let mut found = Vec::new();
-        for endpoint in self.endpoints().await {
-            let live = endpoint["connections"].as_array().unwrap().iter().filter(|connection| {
-                connection["class"].as_str().unwrap().starts_with(class)
-                    && connection["state"] == "live"
-            });
-            found.extend(live.map(|connection| connection["local"].as_str().unwrap().to_owned()));
-        }
+        let live = self.live_connections(class).await.into_iter();
+        let mut found: Vec<_> =
+            live.map(|connection| connection["local"].as_str().unwrap().to_owned()).collect();
         found.sort();
         found
+    }
+
+    /// The status of the live connections whose credential class starts with `class`.
+    pub async fn live_connections(&self, class: &str) -> Vec<Value> {
+        let endpoints = self.endpoints().await;
+        let all = endpoints.iter().flat_map(|one| one["connections"].as_array().unwrap());
+        let live = all.filter(|connection| {
+            connection["class"].as_str().unwrap().starts_with(class)
+                && connection["state"] == "live"
+        });
+        live.cloned().collect()
     }
 
     /// Waits until at least `count` endpoints are ready.

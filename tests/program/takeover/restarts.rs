@@ -294,6 +294,19 @@ async fn restart_in_a_loop(mode: &'static str) {
     }
 }
 
+/// The rows of `/proc/net/tcp` (proc(5)) for a port, without those in `TIME_WAIT`: states, and bytes in the queues of both
+/// ends of each connection.
+fn sockets_of_port(port: u16) -> String {
+    let end = format!(":{port:04X}");
+    let table = std::fs::read_to_string("/proc/net/tcp").unwrap_or_default();
+    let rows = table.lines().filter(|row| {
+        let mut fields = row.split_whitespace().skip(1);
+        let ends: Vec<&str> = fields.by_ref().take(2).collect();
+        ends.iter().any(|address| address.ends_with(&end)) && fields.next() != Some("06")
+    });
+    rows.collect::<Vec<_>>().join("\n")
+}
+
 /// Starts one client of each kind.
 fn start_clients(
     setup: &Setup,
@@ -314,6 +327,9 @@ fn start_clients(
         while !recorded.stop.load(Relaxed) {
             let request = client.request(CONFIGMAPS, None);
             let result = answered("request on a kept connection", request).await;
+            if result.as_ref().is_err_and(|error| error.kind() == ErrorKind::TimedOut) {
+                println!("sockets of {address}:\n{}", sockets_of_port(address.port()));
+            }
             recorded.record(result.map(drop), may_be_reset);
             pause(INTERVAL).await;
         }

@@ -21,14 +21,14 @@
 //!                  all share the endpoint sets (arc-swap) and atomic counters
 //! ```
 
-mod active;
+pub mod active;
 mod admin_socket;
 mod bind;
 mod control;
 mod descriptors;
-mod drain_signal;
+pub mod drain_signal;
 mod fault_reports;
-mod listener;
+pub mod listener;
 pub mod reload;
 pub mod sandbox;
 pub mod shared_sockets;
@@ -36,7 +36,7 @@ mod sockets;
 mod start_error;
 mod status;
 pub mod takeover;
-mod worker;
+pub mod worker;
 mod workers;
 
 use std::io;
@@ -61,6 +61,7 @@ use self::workers::WorkerThreads;
 use crate::control::discovery::SharedContext;
 use crate::observe::Metrics;
 
+pub use self::sockets::SocketId;
 pub use self::start_error::StartError;
 
 /// A process with all files loaded and all addresses bound, before it serves.

@@ -32,9 +32,8 @@ use self::reviews::{Access, Credential, Reviewer};
 use self::source_rates::{Rate, SourceRates};
 use super::connections::{Connections, http1_server};
 use super::routes;
-use super::server::log_and_pause;
+use super::server::{log_and_pause, source_of};
 use super::status_provider::StatusProvider;
-use crate::config::SOURCE_PREFIX_V6;
 use crate::net::tls::certificate;
 use crate::net::tls::client_chain::{self, ClientChain};
 use crate::net::tls::serving::ServingTls;
@@ -80,7 +79,7 @@ impl AuthorisedMetrics {
                     continue;
                 }
             };
-            let Some(source) = sources.source(&stream, from, SOURCE_PREFIX_V6) else { continue };
+            let Some(source) = source_of(&sources, &stream, from) else { continue };
             let now = clock::now();
             if !rates.admit(source, now) || !total.admit((), now) {
                 this.metrics.metrics_response("too_many_connections");

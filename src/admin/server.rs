@@ -75,7 +75,7 @@ impl Admin {
             };
             match accepted {
                 Ok((stream, from)) => {
-                    let Some(source) = sources.source(&stream, from, SOURCE_PREFIX_V6) else {
+                    let Some(source) = source_of(&sources, &stream, from) else {
                         continue;
                     };
                     let on_loopback = is_on_loopback(&stream);
@@ -86,7 +86,7 @@ impl Admin {
         };
         if reason == StopReason::Moved {
             for (stream, from) in listening::close_and_accept_queued(self.listener) {
-                let Some(source) = sources.source(&stream, from, SOURCE_PREFIX_V6) else {
+                let Some(source) = source_of(&sources, &stream, from) else {
                     continue;
                 };
                 let on_loopback = is_on_loopback(&stream);
@@ -113,6 +113,15 @@ pub async fn serve_unix(listener: UnixListener, provider: Arc<dyn StatusProvider
             Err(error) => log_and_pause(&error, &mut warnings).await,
         }
     }
+}
+
+/// The source of an accepted connection; `None` if its client on this host has closed it.
+pub(super) fn source_of(
+    sources: &SourceLookup,
+    stream: &TcpStream,
+    from: SocketAddr,
+) -> Option<Source> {
+    sources.source_by_addresses(from, stream.local_addr().ok()?, SOURCE_PREFIX_V6)
 }
 
 fn is_on_loopback(stream: &TcpStream) -> bool {

@@ -15,13 +15,15 @@ use jackstay_core::admission::{DEFAULT_LIMIT, MemoryBudget};
 use jackstay_sys::process::inherited_sockets::{InheritedSockets, stored_name};
 use jackstay_sys::process::memory_limit;
 use jackstay_sys::sockets::connector::Connector;
+use jackstay_sys::sockets::stream::DetachedListener;
 
 use super::admin_socket::{AdminBind, AdminSocket};
 use super::descriptors::DescriptorShare;
 use super::listener::{BoundListener, ListenerMode};
 use super::shared_sockets::SentSockets;
-use super::sockets::{BoundSocket, NewSockets, SocketBinder};
+use super::sockets::{BoundSocket, NewSockets, SocketBinder, SocketId};
 use super::start_error::StartError;
+use super::worker::DesiredState;
 use crate::config::{self, Config, IdentitySource, MemoryLimit};
 use crate::control::endpoint_set;
 use crate::net::loaded_files::LoadedFiles;
@@ -37,6 +39,7 @@ const CGROUP_PERCENT: u64 = 70;
 /// A configuration in use, with its resources.
 #[derive(Debug)]
 pub struct ActiveConfig {
+    /// The settings.
     pub config: Arc<Config>,
     /// The upstreams, in the order of the configuration.
     pub upstreams: Vec<Arc<Upstream>>,
@@ -53,6 +56,42 @@ pub struct ActiveConfig {
 }
 
 impl ActiveConfig {
+    /// A configuration whose sockets are opened by the caller, which gives them to the workers. `connector` opens the
+    /// connections to endpoints. Nothing is bound, the admin endpoint included.
+    ///
+    /// # Errors
+    /// The first file that cannot be loaded, or a wrong endpoint.
+    pub fn without_sockets(
+        loaded: (Config, &mut LoadedFiles),
+        connector: Arc<Connector>,
+        shared: (&Arc<Metrics>, &Arc<MemoryBudget>),
+    ) -> Result<Self, StartError> {
+        let admin = AdminSocket::unbound(loaded.0.admin.bind);
+        let bind = |config: &Config| {
+            let sockets = |listener: &config::Listener| {
+                let addresses = listener.bind.iter();
+                addresses.map(|address| Arc::new(BoundSocket::elsewhere(*address))).collect()
+            };
+            Ok(config.listeners.iter().map(sockets).collect())
+        };
+        let prepared = PreparedConfig::with(loaded, None, (admin, connector, bind), shared)?;
+        Ok(prepared.activate())
+    }
+
+    /// What a worker shall serve, which does not have `new_sockets` yet.
+    pub fn desired_state(
+        &self,
+        new_sockets: HashMap<SocketId, Vec<DetachedListener>>,
+    ) -> DesiredState {
+        DesiredState {
+            listeners: self.listeners.clone(),
+            new_sockets,
+            access: self.config.log.access,
+            drain_timeout: self.config.shutdown.drain_timeout,
+            listen_addresses: self.listen_addresses(),
+        }
+    }
+
     /// Duplicates of every listening socket, for another process.
     pub fn duplicate_sockets(&self) -> io::Result<(Vec<OwnedFd>, SentSockets)> {
         let listeners = self.sockets.iter().flat_map(|socket| socket.duplicates());
@@ -180,6 +219,24 @@ impl PreparedConfig {
         let current_admin = current.map(|current| &current.admin);
         let admin = AdminSocket::bind(config.admin.bind, current_admin, inherited, admin)?;
         let connector = connector(&config, current)?;
+        let bind = |config: &Config| {
+            let sockets = current.map(ActiveConfig::sockets_by_listener).unwrap_or_default();
+            SocketBinder::new(sockets, inherited, config.workers).bind(&config.listeners)
+        };
+        Self::with((config, files), current, (admin, connector, bind), (metrics, memory))
+    }
+
+    /// The same with sockets that `bind` binds once every file is loaded: those of each listener.
+    fn with(
+        (config, files): (Config, &mut LoadedFiles),
+        current: Option<&ActiveConfig>,
+        (admin, connector, bind): (
+            Arc<AdminSocket>,
+            Arc<Connector>,
+            impl FnOnce(&Config) -> Result<Vec<Vec<Arc<BoundSocket>>>, StartError>,
+        ),
+        (metrics, memory): (&Arc<Metrics>, &Arc<MemoryBudget>),
+    ) -> Result<Self, StartError> {
         let config = Arc::new(config);
         let mut prepared = Self {
             upstreams: Vec::new(),
@@ -203,9 +260,7 @@ impl PreparedConfig {
         for listener in &config.listeners {
             modes.push(prepared.load_mode(listener, files, current)?);
         }
-        let sockets = current.map(ActiveConfig::sockets_by_listener).unwrap_or_default();
-        let binder = SocketBinder::new(sockets, inherited, config.workers);
-        let sockets = binder.bind(&config.listeners)?;
+        let sockets = bind(&config)?;
         let descriptors = DescriptorShare::of(&config);
         for ((listener, mode), sockets) in config.listeners.iter().zip(modes).zip(sockets) {
             let next = &mut prepared.next;

@@ -62,6 +62,11 @@ impl AdminSocket {
         }
     }
 
+    /// Without a socket.
+    pub fn unbound(configured: SocketAddr) -> Arc<Self> {
+        Self::new(configured, None, false)
+    }
+
     fn new(configured: SocketAddr, socket: Option<TcpListener>, is_inherited: bool) -> Arc<Self> {
         let socket = Mutex::new(socket.map(Arc::new));
         Arc::new(Self { configured, socket, other_owners: OtherOwners::new(is_inherited) })

@@ -17,18 +17,22 @@ use crate::upstream::credentials::IdentitySlot;
 /// A bound listener, which all workers share. [`ActiveConfig`](super::active::ActiveConfig) owns its sockets.
 #[derive(Debug)]
 pub struct BoundListener {
+    /// Its settings, with the connections that the descriptors suffice for.
     pub config: config::Listener,
     /// The sockets, with their bound addresses.
     pub sockets: Vec<(SocketId, SocketAddr)>,
+    /// Its series, also those of an earlier listener with its name.
     pub metrics: Arc<ListenerMetrics>,
     /// The upstream of requests, and of flows that no route or destination matches.
     pub upstream: Arc<Upstream>,
+    /// What it does with connections.
     pub mode: ListenerMode,
     /// The connections on the identity lane.
     pub lane_connections: LaneConnections,
 }
 
 impl BoundListener {
+    /// The name in the configuration.
     pub fn name(&self) -> &str {
         &self.config.name
     }
@@ -50,6 +54,7 @@ impl BoundListener {
 pub enum ListenerMode {
     /// L7: TLS is terminated here.
     Terminate {
+        /// The settings of this mode.
         config: config::Terminate,
         /// The serving certificate and the client CAs.
         tls: Arc<ServingTls>,
@@ -58,6 +63,7 @@ pub enum ListenerMode {
     },
     /// L4: connections are passed through.
     Passthrough {
+        /// The settings of this mode.
         config: config::Passthrough,
         /// The upstream of each route of `config`.
         routes: Vec<Arc<Upstream>>,

@@ -15,6 +15,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use jackstay_sys::process::inherited_sockets::InheritedSockets;
 use jackstay_sys::sockets::listening;
 use jackstay_sys::sockets::listening::ListenOptions;
+use jackstay_sys::sockets::stream::DetachedListener;
 use socket2::SockRef;
 
 use super::shared_sockets::OtherOwners;
@@ -28,7 +29,7 @@ static NEXT_ID: AtomicU64 = AtomicU64::new(0);
 pub struct SocketId(u64);
 
 /// For each worker, the sockets that it does not have yet.
-pub type NewSockets = Vec<HashMap<SocketId, Vec<TcpListener>>>;
+pub type NewSockets = Vec<HashMap<SocketId, Vec<DetachedListener>>>;
 
 /// A bound address, with one socket for each worker or as many sockets as were inherited.
 #[derive(Debug)]
@@ -62,6 +63,13 @@ impl BoundSocket {
             sockets.push(socket);
         }
         Ok(Self::new(configured, address, options, sockets, false))
+    }
+
+    /// An address on which the sockets of the workers are opened by the caller of [`DesiredState`].
+    ///
+    /// [`DesiredState`]: super::worker::DesiredState
+    pub fn elsewhere(address: SocketAddr) -> Self {
+        Self::new(address, address, ListenOptions::default(), Vec::new(), false)
     }
 
     fn inherit(address: SocketAddr, options: ListenOptions, sockets: Vec<TcpListener>) -> Self {
@@ -147,10 +155,10 @@ impl BoundSocket {
 
     /// Duplicates of the sockets that one worker accepts on. Every worker has at least one socket, and every
     /// socket has at least one worker: otherwise the connections in its queue would not be accepted.
-    pub fn for_worker(&self, worker: usize, workers: usize) -> io::Result<Vec<TcpListener>> {
+    pub fn for_worker(&self, worker: usize, workers: usize) -> io::Result<Vec<DetachedListener>> {
         let count = self.sockets.len();
         assigned_sockets(worker, workers, count)
-            .map(|index| self.sockets[index].try_clone())
+            .map(|index| self.sockets[index].try_clone().map(DetachedListener::from))
             .collect()
     }
 
@@ -378,8 +386,8 @@ mod tests {
         let sockets = inherited.take(address, options.transparent);
         let bound = BoundSocket::inherit(address, options, sockets);
         let connected = std::net::TcpStream::connect(address).unwrap();
-        let first = bound.for_worker(0, 2).unwrap().remove(0);
-        let second = bound.for_worker(1, 2).unwrap().remove(0);
+        let socket = |worker| bound.for_worker(worker, 2).unwrap().remove(0).into_kernel().unwrap();
+        let (first, second) = (socket(0), socket(1));
         assert_eq!(first.local_addr().unwrap(), second.local_addr().unwrap());
         let (_, from) = second.accept().unwrap();
         assert_eq!(from, connected.local_addr().unwrap());

@@ -60,11 +60,13 @@ const RELEASE_ALL_TICKS: u32 = 60;
 
 /// The parameters of a worker thread.
 pub struct WorkerSetup {
+    /// The metrics of the process.
     pub metrics: Arc<Metrics>,
     /// The memory for request bodies, a limit for all workers together.
     pub bodies: Arc<ByteBudget>,
     /// Number of workers that accept, among which the connection limits of a listener are divided.
     pub workers: usize,
+    /// The connections that it serves.
     pub role: Role,
     /// Drains the worker.
     pub drain: DrainSignal,
@@ -75,7 +77,7 @@ pub struct WorkerSetup {
 }
 
 impl WorkerSetup {
-    /// Runs a worker, which executes `commands`, until its drain has ended.
+    /// Runs a worker on a runtime of its own. See [`Self::run_here`].
     pub fn run(self, commands: UnboundedReceiver<Command>) {
         let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
             Ok(runtime) => runtime,
@@ -84,7 +86,13 @@ impl WorkerSetup {
                 return;
             }
         };
-        TaskQueues::block_on(&runtime, |tasks| self.serve(tasks, commands));
+        runtime.block_on(self.run_here(commands));
+    }
+
+    /// Runs a worker, which executes `commands`, until its drain has ended. Its tasks run while the future is polled, and
+    /// end when it is dropped. It can share its thread with other workers.
+    pub fn run_here(self, commands: UnboundedReceiver<Command>) -> impl Future<Output = ()> {
+        TaskQueues::run(|tasks| self.serve(tasks, commands))
     }
 
     async fn serve(self, tasks: TaskQueues, mut commands: UnboundedReceiver<Command>) {

@@ -12,7 +12,7 @@ use tokio::sync::watch;
 use super::active::ActiveConfig;
 use super::drain_signal::DrainSignal;
 use super::sockets::NewSockets;
-use super::worker::{Command, Completion, DesiredState, Role, WorkerSetup};
+use super::worker::{Command, Completion, Role, WorkerSetup};
 use crate::observe::{Liveness, Metrics};
 use crate::proxy::identity_lane::IdentityLane;
 use crate::proxy::request_body;
@@ -99,19 +99,12 @@ impl CommandSender {
         active: &ActiveConfig,
         new_sockets: NewSockets,
     ) -> impl Future<Output = ()> + use<> {
-        let listen_addresses = active.listen_addresses();
         // The identity lane, which has no sockets, is the first.
         let no_sockets = self.identity_lane.iter().map(|_| HashMap::new());
         let mut new_sockets = no_sockets.chain(new_sockets);
         self.send(&mut |done| {
-            let state = DesiredState {
-                listeners: active.listeners.clone(),
-                new_sockets: new_sockets.next().unwrap_or_default(),
-                access: active.config.log.access,
-                drain_timeout: active.config.shutdown.drain_timeout,
-                listen_addresses: Arc::clone(&listen_addresses),
-            };
-            Command::Apply(state, done)
+            let new_sockets = new_sockets.next().unwrap_or_default();
+            Command::Apply(active.desired_state(new_sockets), done)
         })
     }
 

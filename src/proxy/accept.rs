@@ -6,9 +6,7 @@ use std::time::Duration;
 
 use jackstay_core::admission::Refusal;
 use jackstay_sys::process::resource_limits;
-use jackstay_sys::process::resource_limits::SpareDescriptor;
-use jackstay_sys::sockets::{listening, tcp_options};
-use tokio::net::{TcpListener, TcpStream};
+use jackstay_sys::sockets::stream::{TcpListener, TcpStream};
 use tokio::time::sleep;
 
 use super::admission::listener_admission::ListenerAdmission;
@@ -32,10 +30,10 @@ pub async fn until_drain(
     admit: impl Fn(TcpStream, SocketAddr),
 ) {
     // The socket may have had another mode, or be that of another version of this program.
-    if let Err(error) = tcp_options::configure_accepted_by(&socket, max_unsent) {
+    if let Err(error) = socket.configure_accepted(max_unsent) {
         admission.warn("accepted sockets lack options", error);
     }
-    let mut spare = SpareDescriptor::open();
+    let mut spare = socket.spare_descriptor();
     let refused = |error: io::Error| {
         admission.count(Refusal::Descriptors);
         admission.warn(Refusal::Descriptors.reason(), error);
@@ -47,13 +45,13 @@ pub async fn until_drain(
             accepted = socket.accept() => accepted,
         };
         match accepted {
-            Ok((stream, _)) if resource_limits::is_reserved(&stream) => {
-                tcp_options::close_with_reset(stream);
+            Ok((stream, _)) if stream.has_reserved_descriptor() => {
+                stream.close_with_reset();
                 refused(resource_limits::out_of_descriptors());
             }
             Ok((stream, from)) => admit(stream, from),
             Err(error) if concerns_one_connection(&error) => {}
-            Err(error) => match spare.reset_oldest_waiting(&socket) {
+            Err(error) => match socket.reset_oldest_waiting(&mut spare) {
                 Ok(()) => refused(error),
                 // No connection is waiting.
                 Err(reset) if reset.kind() == io::ErrorKind::WouldBlock => sleep(RETRY_PAUSE).await,
@@ -67,7 +65,7 @@ pub async fn until_drain(
     if drain.is_forced() {
         return;
     }
-    for (stream, from) in listening::close_and_accept_queued(socket) {
+    for (stream, from) in socket.close_and_accept_queued() {
         admit(stream, from);
     }
 }
@@ -92,6 +90,7 @@ mod tests {
     use super::super::drain::{self, DrainTrigger};
     use super::*;
     use crate::observe::Metrics;
+    use jackstay_sys::sockets::{listening, tcp_options};
 
     /// Puts five connections into the queue of a socket, starts the drain with `begin_drain`, and returns
     /// how many connections are admitted.
@@ -107,11 +106,15 @@ mod tests {
         count.get()
     }
 
-    async fn accept(socket: std::net::TcpListener, drain: DrainWatcher, admit: impl Fn(TcpStream)) {
-        let socket = TcpListener::from_std(socket).unwrap();
+    async fn accept(
+        socket: std::net::TcpListener,
+        drain: DrainWatcher,
+        admit: impl Fn(tokio::net::TcpStream),
+    ) {
+        let socket = tokio::net::TcpListener::from_std(socket).unwrap().into();
         let (metrics, memory) = (Metrics::new().listener("l"), MemoryBudget::new(DEFAULT_LIMIT));
         let admission = ListenerAdmission::new("l".to_owned(), metrics, memory);
-        let admit = |stream, _| admit(stream);
+        let admit = |stream: TcpStream, _| admit(stream.into_kernel().unwrap());
         until_drain(socket, tcp_options::MAX_UNSENT, drain, &admission, admit).await;
     }
 
@@ -123,14 +126,17 @@ mod tests {
         let address = socket.local_addr().unwrap();
         let (trigger, drain) = drain::channel();
         let options = Cell::new(None);
-        let admit = |stream: TcpStream| {
+        let admit = |stream: tokio::net::TcpStream| {
             let keepalive = socket2::SockRef::from(&stream).keepalive().unwrap();
             options.set(Some((stream.nodelay().unwrap(), keepalive)));
             trigger.start(Duration::ZERO);
         };
         // The accept loop is polled first, and a connection has the options that its listening socket had.
-        let ((), client) =
-            tokio::join!(biased; accept(socket, drain, admit), TcpStream::connect(address));
+        let ((), client) = tokio::join!(
+            biased;
+            accept(socket, drain, admit),
+            tokio::net::TcpStream::connect(address)
+        );
         client.unwrap();
         assert_eq!(options.get(), Some((true, true)));
     }

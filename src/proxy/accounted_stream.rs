@@ -5,8 +5,8 @@ use std::pin::Pin;
 use std::task::{Context, Poll};
 
 use jackstay_core::admission::Refusal;
+use jackstay_sys::sockets::stream::TcpStream;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::net::TcpStream;
 
 use super::admission::socket_memory::{Peer, SocketMemory};
 

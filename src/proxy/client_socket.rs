@@ -2,18 +2,16 @@
 //! last frames ([`super::lingering`]).
 
 use std::io;
-use std::net::{self, SocketAddr};
-use std::os::fd::AsRawFd;
+use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use jackstay_core::admission::{Refusal, SourceMemory};
 use jackstay_sys::delegate_async_write;
-use jackstay_sys::sockets::tcp_options;
+use jackstay_sys::sockets::stream::{DetachedStream, TcpStream};
 use jackstay_sys::sockets::tcp_options::{MAX_UNSENT, MAX_UNSENT_OF_FLOW};
 use tokio::io::{AsyncRead, ReadBuf};
-use tokio::net::TcpStream;
 
 use super::accounted_stream::AccountedStream;
 use super::admission::socket_memory::{Peer, SocketMemory};
@@ -29,7 +27,7 @@ pub struct ClientSocket {
 impl ClientSocket {
     /// The socket of a client that is charged to `source`.
     pub fn new(stream: TcpStream, source: Arc<SourceMemory>) -> Self {
-        let memory = SocketMemory::new(stream.as_raw_fd(), Arc::clone(&source), MAX_UNSENT);
+        let memory = SocketMemory::new(stream.socket(), Arc::clone(&source), MAX_UNSENT);
         Self { stream: Some(AccountedStream::new(stream, memory)), source }
     }
 
@@ -60,12 +58,12 @@ impl ClientSocket {
     /// The socket without its memory, with the bound of a flow on its unsent bytes.
     ///
     /// # Errors
-    /// What `setsockopt(2)` returns.
-    pub fn into_flow_socket(mut self) -> io::Result<TcpStream> {
+    /// What `setsockopt(2)` returns, or the socket is simulated.
+    pub fn into_flow_socket(mut self) -> io::Result<tokio::net::TcpStream> {
         let (stream, memory) = self.stream.take().expect(ATTACHED).into_parts();
         memory.end_bounds();
-        tcp_options::bound_unsent(&stream, MAX_UNSENT_OF_FLOW)?;
-        Ok(stream)
+        stream.socket().bound_unsent(MAX_UNSENT_OF_FLOW)?;
+        stream.into_kernel()
     }
 
     /// Takes the socket from the event loop of this thread, so that another thread can [`Self::attach`] it. Its memory
@@ -73,23 +71,23 @@ impl ClientSocket {
     ///
     /// # Errors
     /// The event loop does not return the socket, or the connection must be reset for lack of memory. It is then closed.
-    pub fn detach(&mut self) -> io::Result<net::TcpStream> {
+    pub fn detach(&mut self) -> io::Result<DetachedStream> {
         let (stream, memory) = self.stream.take().ok_or(io::ErrorKind::NotConnected)?.into_parts();
         if memory.is_shed() {
             drop(memory);
-            tcp_options::close_with_reset(stream);
+            stream.close_with_reset();
             return Err(io::Error::new(io::ErrorKind::TimedOut, Refusal::StalledReader.reason()));
         }
         memory.end_bounds();
-        stream.into_std()
+        stream.detach()
     }
 
     /// Registers a detached socket with the event loop of this thread.
     ///
     /// # Errors
     /// The event loop does not accept the socket.
-    pub fn attach(&mut self, socket: net::TcpStream) -> io::Result<()> {
-        *self = Self::new(TcpStream::from_std(socket)?, Arc::clone(&self.source));
+    pub fn attach(&mut self, socket: DetachedStream) -> io::Result<()> {
+        *self = Self::new(socket.attach()?, Arc::clone(&self.source));
         Ok(())
     }
 
@@ -126,8 +124,9 @@ mod tests {
     use jackstay_core::admission::{MemoryBudget, MemoryKind};
     use jackstay_sys::sockets::tcp_options::MIN_UNSENT;
     use socket2::SockRef;
+    use std::os::fd::AsFd;
     use tokio::io::AsyncWriteExt;
-    use tokio::net::TcpListener;
+    use tokio::net::{TcpListener, TcpStream};
     use tokio::task::{LocalSet, spawn_local};
 
     use crate::proxy::admission::socket_memory;
@@ -141,20 +140,19 @@ mod tests {
                 let mut client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
                 let (accepted, _) = listener.accept().await.unwrap();
                 let budget = MemoryBudget::new(1 << 20);
-                let mut ours = ClientSocket::new(accepted, budget.source(1));
-                let unsent = |ours: &mut ClientSocket| {
-                    SockRef::from(ours.stream().get_ref()).tcp_notsent_lowat().unwrap()
-                };
+                let duplicate = accepted.as_fd().try_clone_to_owned().unwrap();
+                let mut ours = ClientSocket::new(accepted.into(), budget.source(1));
+                let unsent = || SockRef::from(&duplicate).tcp_notsent_lowat().unwrap();
                 // Memory is short, and the socket has unread bytes.
                 let _other = budget.source(1).charge(MemoryKind::Flows, 300 << 10);
                 client.write_all(b"x").await.unwrap();
                 assert!(ours.has_bytes().await.unwrap());
-                while unsent(&mut ours) != MIN_UNSENT {
+                while unsent() != MIN_UNSENT {
                     tokio::task::yield_now().await;
                 }
                 let socket = ours.detach().unwrap();
                 ours.attach(socket).unwrap();
-                assert_eq!(unsent(&mut ours), MAX_UNSENT);
+                assert_eq!(unsent(), MAX_UNSENT);
             })
             .await;
     }

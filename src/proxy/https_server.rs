@@ -13,9 +13,9 @@ use jackstay_core::credential_class::ClientRank;
 use jackstay_core::request::hygiene::ForwardedFor;
 use jackstay_sys::clock;
 use jackstay_sys::sockets::source::Source;
+use jackstay_sys::sockets::stream::{TcpListener, TcpStream};
 use jackstay_sys::sockets::tcp_options;
 use jackstay_sys::sockets::tcp_options::MAX_UNSENT;
-use tokio::net::{TcpListener, TcpStream};
 use tokio::time::timeout;
 
 use super::accept;
@@ -75,7 +75,7 @@ enum Accepted {
     /// With TLS, and the certificate that the client has sent.
     Terminated(ClientStream, Option<Rc<ClientCertificate>>),
     /// To be passed through.
-    PassedThrough(TcpStream, RoutedTo),
+    PassedThrough(tokio::net::TcpStream, RoutedTo),
 }
 
 impl HttpsServer {
@@ -186,7 +186,7 @@ impl HttpsServer {
     /// Runs the flow of a connection, which the drain of flows ends.
     fn pass_through(
         &self,
-        client: TcpStream,
+        client: tokio::net::TcpStream,
         from: SocketAddr,
         slot: ConnectionSlot,
         routed: RoutedTo,

@@ -9,11 +9,12 @@
 //! A client whose certificate is not valid stays on its worker, also if its certificate becomes valid later.
 
 use std::io;
-use std::net::{self, SocketAddr};
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use jackstay_sys::sockets::source::Source;
+use jackstay_sys::sockets::stream::DetachedStream;
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::client_stream::ClientStream;
@@ -23,7 +24,7 @@ use crate::net::tls::client_chain::ChainVerdict;
 pub struct HandedOver {
     /// The client and its certificate.
     pub client: LaneClient,
-    stream: DetachedStream,
+    stream: DetachedClient,
 }
 
 /// What a worker knows about the client of a connection.
@@ -46,17 +47,17 @@ impl HandedOver {
     /// # Errors
     /// The event loop cannot register the socket.
     pub fn attach(self) -> io::Result<(ClientStream, LaneClient)> {
-        let DetachedStream { mut stream, socket } = self.stream;
+        let DetachedClient { mut stream, socket } = self.stream;
         stream.get_mut().0.get_mut().get_mut().attach(socket)?;
         Ok((stream, self.client))
     }
 }
 
 /// A connection with TLS that belongs to no event loop.
-struct DetachedStream {
+struct DetachedClient {
     /// The state of TLS, and the bytes that were read ahead. Has no socket.
     stream: ClientStream,
-    socket: net::TcpStream,
+    socket: DetachedStream,
 }
 
 /// The number of connections of a listener on the identity lane.
@@ -108,7 +109,7 @@ impl IdentityLane {
         let timeout = stream.get_mut().0.get_mut();
         timeout.stop_timer();
         let socket = timeout.get_mut().detach()?;
-        let stream = DetachedStream { stream, socket };
+        let stream = DetachedClient { stream, socket };
         match self.0.send(HandedOver { client, stream }) {
             Ok(()) => Ok(None),
             Err(refused) => refused.0.attach().map(|(stream, _)| Some(stream)),

@@ -18,7 +18,6 @@
 use std::cell::RefCell;
 use std::future::poll_fn;
 use std::io;
-use std::net::Shutdown;
 use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -28,10 +27,8 @@ use std::time::Duration;
 use jackstay_core::admission::{Level, Places, Refusal};
 use jackstay_sys::clock;
 use jackstay_sys::process::resource_limits;
-use jackstay_sys::sockets::{tcp_info, tcp_options};
-use socket2::SockRef;
+use jackstay_sys::sockets::stream::TcpStream;
 use tokio::io::{AsyncRead, ReadBuf};
-use tokio::net::TcpStream;
 use tokio::sync::Notify;
 use tokio::task::spawn_local;
 use tokio::time::{sleep, timeout};
@@ -54,15 +51,29 @@ const DESCRIPTORS_DIVISOR: usize = 8;
 static OF_PROCESS: AtomicUsize = AtomicUsize::new(0);
 
 thread_local! {
-    /// Those of this thread by source, each with what resets it.
-    static PLACES: RefCell<Places<u128, Rc<Notify>>> = RefCell::default();
-    /// Each connection that waits for its client to close has a clone.
-    static UNTIL_CLOSED: Rc<()> = Rc::new(());
+    /// Those of the worker that runs on this thread.
+    static OF_WORKER: RefCell<LingeringConnections> = RefCell::default();
 }
 
-/// How many connections of this thread wait for their clients to close.
+/// The connections of one worker that wait, while another worker runs on its thread.
+#[derive(Default)]
+pub struct LingeringConnections {
+    /// By source, each with what resets it.
+    places: Places<u128, Rc<Notify>>,
+    /// Each connection that waits for its client to close has a clone.
+    until_closed: Rc<()>,
+}
+
+impl LingeringConnections {
+    /// Exchanges these and those of this thread.
+    pub fn swap(&mut self) {
+        OF_WORKER.with_borrow_mut(|current| std::mem::swap(current, self));
+    }
+}
+
+/// How many connections of this worker wait for their clients to close.
 pub fn lingering_connections() -> usize {
-    UNTIL_CLOSED.with(Rc::strong_count) - 1
+    OF_WORKER.with_borrow(|current| Rc::strong_count(&current.until_closed)) - 1
 }
 
 /// How many connections wait, and how many may.
@@ -87,17 +98,15 @@ pub fn close(stream: TcpStream, memory: SocketMemory) {
 fn close_within(limit: Limit, stream: TcpStream, memory: SocketMemory) {
     if memory.is_client_blocked() {
         drop(memory);
-        return tcp_options::close_with_reset(stream);
+        return stream.close_with_reset();
     }
     // `shutdown` fails if the client has reset the connection.
-    if nothing_was_sent(&stream)
-        || SockRef::from(&stream).shutdown(Shutdown::Write).is_err()
-        || is_at_end(&stream)
-    {
+    if nothing_was_sent(&stream) || stream.shutdown_write().is_err() || is_at_end(&stream) {
         return;
     }
     let place = Place::take(limit, &memory);
-    spawn_local(linger(stream, memory, place, UNTIL_CLOSED.with(Rc::clone)));
+    let until_closed = OF_WORKER.with_borrow(|current| Rc::clone(&current.until_closed));
+    spawn_local(linger(stream, memory, place, until_closed));
 }
 
 /// A place among the connections that wait, until this is dropped.
@@ -116,7 +125,8 @@ impl Place {
         // If all others are on other threads, this one is displaced.
         let displaced = Rc::<Notify>::default();
         let item = Rc::clone(&displaced);
-        let (id, other) = PLACES.with_borrow_mut(|places| places.take(source.key(), item, is_full));
+        let (id, other) =
+            OF_WORKER.with_borrow_mut(|current| current.places.take(source.key(), item, is_full));
         if is_full {
             source.budget().count(Refusal::Lingering);
         }
@@ -131,7 +141,8 @@ impl Drop for Place {
     fn drop(&mut self) {
         self.lingering.fetch_sub(1, Relaxed);
         // The places may be destroyed already while the thread ends.
-        let _ = PLACES.try_with(|places| places.borrow_mut().give_back(self.source, self.id));
+        let _ = OF_WORKER
+            .try_with(|current| current.borrow_mut().places.give_back(self.source, self.id));
     }
 }
 
@@ -144,7 +155,7 @@ async fn linger(mut stream: TcpStream, memory: SocketMemory, place: Place, until
     };
     drop(memory);
     if !is_delivered {
-        tcp_options::close_with_reset(stream);
+        stream.close_with_reset();
     }
 }
 
@@ -161,7 +172,7 @@ async fn until_delivered(
     if is_closed {
         return true;
     }
-    while tcp_info::read(stream).is_ok_and(|info| info.has_pending() && !info.closed) {
+    while stream.tcp_info().is_ok_and(|info| info.has_pending() && !info.closed) {
         if clock::now() >= end || memory.level() >= Level::High {
             return false;
         }
@@ -184,7 +195,7 @@ fn poll_closed(stream: &mut TcpStream, cx: &mut Context<'_>) -> Poll<()> {
 
 /// Whether the client can have received nothing but the acknowledgements of what it has sent.
 fn nothing_was_sent(stream: &TcpStream) -> bool {
-    tcp_info::read(stream).is_ok_and(|info| info.data_segments_sent == 0 && !info.has_pending())
+    stream.tcp_info().is_ok_and(|info| info.data_segments_sent == 0 && !info.has_pending())
 }
 
 /// Whether the client has closed or the connection has failed.
@@ -197,7 +208,6 @@ fn is_at_end(stream: &TcpStream) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use std::os::fd::AsRawFd;
     use std::sync::Arc;
 
     use super::super::client_socket::ClientSocket;
@@ -205,14 +215,14 @@ mod tests {
     use jackstay_core::admission::{MemoryBudget, Shed};
     use jackstay_sys::sockets::tcp_options::MAX_UNSENT;
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
-    use tokio::net::TcpListener;
+    use tokio::net::{TcpListener, TcpStream as Client};
     use tokio::task::{LocalSet, yield_now};
 
     /// A client, and the accepted connection.
-    async fn connect() -> (TcpStream, TcpStream) {
+    async fn connect() -> (Client, TcpStream) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
-        (client, listener.accept().await.unwrap().0)
+        let client = Client::connect(listener.local_addr().unwrap()).await.unwrap();
+        (client, listener.accept().await.unwrap().0.into())
     }
 
     #[tokio::test]
@@ -287,17 +297,17 @@ mod tests {
         limit: Limit,
         budget: &Arc<MemoryBudget>,
         source: u128,
-    ) -> TcpStream {
+    ) -> Client {
         let (client, mut accepted) = connect().await;
         accepted.write_all(b"end").await.unwrap();
         let source = budget.source(source);
-        let memory = SocketMemory::new(accepted.as_raw_fd(), source, MAX_UNSENT);
+        let memory = SocketMemory::new(accepted.socket(), source, MAX_UNSENT);
         close_within(limit, accepted, memory);
         client
     }
 
     /// Whether the connection was reset. If it waits, what the client sends is discarded.
-    async fn is_reset(client: &mut TcpStream) -> bool {
+    async fn is_reset(client: &mut Client) -> bool {
         let mut received = Vec::new();
         client.read_to_end(&mut received).await.unwrap();
         assert_eq!(received, b"end", "what was sent before the end arrives in any case");
@@ -330,7 +340,7 @@ mod tests {
                 while LINGERING.load(Relaxed) > 0 {
                     yield_now().await;
                 }
-                assert!(PLACES.with_borrow(Places::is_empty));
+                assert!(OF_WORKER.with_borrow(|current| current.places.is_empty()));
             })
             .await;
     }

@@ -35,3 +35,4 @@ pub mod tunnels;
 mod upgrade;
 pub mod upstream_client;
 pub mod watch;
+mod worker_scope;

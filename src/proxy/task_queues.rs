@@ -9,8 +9,9 @@
 use std::future::pending;
 use std::rc::{Rc, Weak};
 
-use tokio::runtime::Runtime;
 use tokio::task::LocalSet;
+
+use super::worker_scope::WorkerScope;
 
 /// Spawns tasks in the queues of a worker.
 #[derive(Debug, Clone)]
@@ -21,20 +22,22 @@ pub struct TaskQueues {
 
 impl TaskQueues {
     /// Runs `main`, and the tasks of both queues, on this thread until `main` ends. `spawn_local` spawns a task in the
-    /// queue of the task that calls it; `main` counts to the other tasks.
-    pub fn block_on<F: Future<Output = ()>>(runtime: &Runtime, main: impl FnOnce(Self) -> F) {
+    /// queue of the task that calls it; `main` counts to the other tasks. A drop of the future drops all of them.
+    pub fn run<F: Future<Output = ()>>(main: impl FnOnce(Self) -> F) -> impl Future<Output = ()> {
+        WorkerScope::new(Self::run_queues(main))
+    }
+
+    async fn run_queues<F: Future<Output = ()>>(main: impl FnOnce(Self) -> F) {
         let (handshakes, others) = (Rc::new(LocalSet::new()), Rc::new(LocalSet::new()));
         // The tasks have references to the queues, so strong ones would keep both forever.
         let queues =
             Self { handshakes: Rc::downgrade(&handshakes), others: Rc::downgrade(&others) };
         let main = main(queues);
-        runtime.block_on(async {
-            tokio::select! {
-                biased;
-                () = handshakes.run_until(pending()) => {}
-                () = others.run_until(main) => {}
-            }
-        });
+        tokio::select! {
+            biased;
+            () = handshakes.run_until(pending()) => {}
+            () = others.run_until(main) => {}
+        }
     }
 
     /// Spawns a task that belongs to a handshake. It is dropped if the worker has ended.
@@ -76,7 +79,7 @@ mod tests {
     {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         let polls = Rc::<Cell<usize>>::default();
-        TaskQueues::block_on(&runtime, |tasks| {
+        runtime.block_on(TaskQueues::run(|tasks| {
             for _ in 0..READY {
                 let polls = Rc::clone(&polls);
                 tasks.spawn_other(poll_fn(move |cx| {
@@ -86,7 +89,7 @@ mod tests {
                 }));
             }
             main(tasks, Rc::clone(&polls))
-        });
+        }));
         assert!(polls.get() >= BATCH, "the other tasks run");
     }
 

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use jackstay_core::admission::{MemoryCharge, Refusal};
 use jackstay_sys::clock;
 use jackstay_sys::sockets::read_ahead::{ReadAhead, Turn};
-use tokio::net::TcpStream;
+use jackstay_sys::sockets::stream::TcpStream;
 use tokio::time::timeout;
 
 use super::admission::connection_slots::ConnectionSlot;
@@ -45,7 +45,7 @@ pub enum Established {
     /// The handshake is made.
     Terminated(ClientStream),
     /// The connection is to be passed through, without a handshake.
-    PassedThrough(TcpStream, RoutedTo),
+    PassedThrough(tokio::net::TcpStream, RoutedTo),
 }
 
 /// A handshake that counts as in progress, and its memory. It includes the verification of the certificate: until

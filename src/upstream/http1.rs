@@ -4,7 +4,6 @@
 use std::error::Error;
 use std::fmt;
 use std::future::pending;
-use std::os::fd::{AsRawFd, RawFd};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -17,6 +16,7 @@ use hyper::ext::on_informational;
 use hyper_util::rt::TokioIo;
 use jackstay_core::request::hygiene::{FIELD_OVERHEAD, MAX_RESPONSE_HEAD};
 use jackstay_sys::clock;
+use jackstay_sys::sockets::stream::SocketRef;
 use jackstay_sys::sockets::tracked_stream::StreamObserver;
 use jackstay_sys::sockets::tunnel_stream::TunnelStream;
 use tokio::sync::Notify;
@@ -297,8 +297,8 @@ pub struct Http1Driver {
 
 impl Http1Driver {
     /// The socket of the connection, which is open as long as this exists.
-    pub fn socket(&self) -> RawFd {
-        self.flow.observer.as_raw_fd()
+    pub fn socket(&self) -> SocketRef {
+        self.flow.observer.socket()
     }
 
     /// Returns the stream after a response 101, and the health check of its flow.

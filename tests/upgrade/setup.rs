@@ -48,10 +48,10 @@ thread_local! {
 /// Runs a test on one thread, as a worker does.
 pub fn run(test: impl Future<Output = ()>) {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    TaskQueues::block_on(&runtime, async |tasks| {
+    runtime.block_on(TaskQueues::run(async |tasks| {
         TASKS.set(Some(tasks));
         timeout(TIME_LIMIT, test).await.expect("the test ends");
-    });
+    }));
 }
 
 /// One end of a TLS connection.
@@ -229,7 +229,7 @@ impl Proxy {
         );
         let socket = listening::listen((Ipv4Addr::LOCALHOST, 0).into(), false).unwrap();
         let address = socket.local_addr().unwrap();
-        Rc::new(server).accept(TcpListener::from_std(socket).unwrap(), drain);
+        Rc::new(server).accept(TcpListener::from_std(socket).unwrap().into(), drain);
         Self { tunnels, metrics, memory, address, _drain: trigger }
     }
 

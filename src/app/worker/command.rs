@@ -2,10 +2,11 @@
 
 use std::collections::HashMap;
 use std::convert::Infallible;
-use std::net::{SocketAddr, TcpListener};
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use jackstay_sys::sockets::stream::DetachedListener;
 use tokio::sync::mpsc::UnboundedSender;
 
 use crate::app::listener::BoundListener;
@@ -35,8 +36,10 @@ pub struct DesiredState {
     /// All listeners. The worker drains its listeners that are not among them.
     pub listeners: Vec<Arc<BoundListener>>,
     /// The sockets of `listeners` that the worker does not have yet.
-    pub new_sockets: HashMap<SocketId, Vec<TcpListener>>,
+    pub new_sockets: HashMap<SocketId, Vec<DetachedListener>>,
+    /// Which requests are logged.
     pub access: AccessLog,
+    /// The time limit of a drain.
     pub drain_timeout: Duration,
     /// Every address that this process listens on.
     pub listen_addresses: Arc<[SocketAddr]>,

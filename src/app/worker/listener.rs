@@ -6,14 +6,14 @@
 //! endpoint yet is reset at the deadline.
 
 use std::collections::HashMap;
-use std::net::{SocketAddr, TcpListener as StdListener};
+use std::net::SocketAddr;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use jackstay_core::drain::{CloseCause, DrainStep, ListenerDrain, watch_spread};
 use jackstay_sys::clock;
-use tokio::net::TcpListener;
+use jackstay_sys::sockets::stream::{DetachedListener, TcpListener};
 use tokio::sync::watch;
 use tokio::task::spawn_local;
 use tokio::time::{sleep, sleep_until};
@@ -185,13 +185,13 @@ impl WorkerListener {
     pub fn listen(
         &mut self,
         sockets: &[(SocketId, SocketAddr)],
-        new_sockets: &mut HashMap<SocketId, Vec<StdListener>>,
+        new_sockets: &mut HashMap<SocketId, Vec<DetachedListener>>,
     ) -> Vec<DrainTrigger> {
         for (id, address) in sockets {
             let Some(new) = new_sockets.remove(id) else { continue };
             let (trigger, watcher) = drain::channel();
             for socket in new {
-                match TcpListener::from_std(socket) {
+                match socket.attach() {
                     Ok(socket) => self.server.accept(socket, watcher.clone()),
                     Err(error) => {
                         let listener = self.bound.name();

@@ -24,10 +24,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use jackstay_sys::clock;
+use jackstay_sys::simulation::run_blocking;
 use jackstay_sys::utc::wall_clock;
 use rustls::pki_types::{CertificateDer, UnixTime};
 use rustls::server::danger::ClientCertVerifier;
-use tokio::task::spawn_blocking;
 use tokio::time::sleep;
 
 use self::verification_queue::{VerificationPermit, VerificationQueue};
@@ -316,7 +316,7 @@ impl VerificationSlot {
         let now = seconds(wall_clock());
         let started = clock::now();
         let (job_chain, job_ca) = (Arc::clone(chain), Arc::clone(ca));
-        let done = spawn_blocking(move || job_chain.verify(&job_ca, now)).await;
+        let done = run_blocking(move || job_chain.verify(&job_ca, now)).await;
         self.duration = clock::elapsed(started);
         let verdict = done.unwrap_or_else(|error| ChainVerdict {
             generation: ca.generation,

@@ -5,11 +5,11 @@
 //! smaller pieces and uses no pipe.
 
 use std::cell::Cell;
-use std::os::fd::RawFd;
 use std::sync::Arc;
 
 use jackstay_core::admission::{Level, MemoryKind, Refusal, SourceMemory};
 use jackstay_core::credential_class::ClientRank;
+use jackstay_sys::sockets::stream::SocketRef;
 use jackstay_sys::sockets::tcp_options::MAX_UNSENT_OF_FLOW;
 
 use super::socket_memory::{Peer, SocketMemory};
@@ -29,7 +29,7 @@ pub struct FlowMemory {
 
 impl FlowMemory {
     /// Charges a flow of this source, whose client has the socket `client`; `None` if it does not fit.
-    pub fn new(source: Arc<SourceMemory>, client: RawFd) -> Option<Self> {
+    pub fn new(source: Arc<SourceMemory>, client: SocketRef) -> Option<Self> {
         if !source.try_add(MemoryKind::Flows, FLOW_COST, RANK) {
             source.budget().count(Refusal::ConnectionMemory);
             return None;
@@ -75,7 +75,7 @@ mod tests {
     #[test]
     fn flows_are_charged_until_they_end_and_refused_when_the_share_is_used_up() {
         let budget = MemoryBudget::new(1 << 20);
-        let flow = FlowMemory::new(budget.source(1), -1).unwrap();
+        let flow = FlowMemory::new(budget.source(1), SocketRef::Kernel(-1)).unwrap();
         assert_eq!(budget.used_for(MemoryKind::Flows), FLOW_COST);
         flow.set_held(64 << 10);
         assert!(!flow.is_short());
@@ -84,10 +84,15 @@ mod tests {
         flow.set_held(10 << 10);
         assert_eq!(budget.used(), FLOW_COST + (10 << 10));
         assert!(!flow.is_short());
-        let others: Vec<_> = std::iter::from_fn(|| FlowMemory::new(budget.source(1), -1)).collect();
+        let others: Vec<_> =
+            std::iter::from_fn(|| FlowMemory::new(budget.source(1), SocketRef::Kernel(-1)))
+                .collect();
         // Half of 5/8 of 1 MiB.
         assert_eq!(others.len(), ((320 << 10) - FLOW_COST - (10 << 10)) / FLOW_COST);
-        assert!(FlowMemory::new(budget.source(2), -1).is_some(), "another source has its share");
+        assert!(
+            FlowMemory::new(budget.source(2), SocketRef::Kernel(-1)).is_some(),
+            "another source has its share"
+        );
         assert_eq!(budget.shed(Shed::ConnectionRefused), 1);
         drop((flow, others));
         assert_eq!(budget.used(), 0);

@@ -9,7 +9,7 @@ use std::time::Duration;
 use jackstay_core::admission::{MemoryBudget, Refusal, SourceMemory};
 use jackstay_sys::clock;
 use jackstay_sys::sockets::source::{Source, SourceLookup};
-use tokio::net::TcpStream;
+use jackstay_sys::sockets::stream::TcpStream;
 
 use super::connection_slots::{Admitted, ConnectionSlot, ConnectionSlots, SlotLimit};
 use crate::observe::{ListenerMetrics, RateLimitedWarnings};

@@ -1,8 +1,8 @@
 //! Charges the kernel memory of clients' sockets to the [memory budget](jackstay_core::admission).
 //!
 //! The kernel holds what a peer has sent and this process has not read, and what this process has written and the peer
-//! has not acknowledged. [`tcp_options`] bounds the part that was not sent. The rest must be able to grow, because a
-//! bulk transfer at a distance needs it. So each thread has a table of the sockets of its clients: those of L7
+//! has not acknowledged. [`jackstay_sys::sockets::tcp_options`] bounds the part that was not sent. The rest must be able to grow, because a
+//! bulk transfer at a distance needs it. So each worker has a table of the sockets of its clients: those of L7
 //! connections, and both of each L4 flow and tunnel. Every 50 ms it measures the sockets that may hold something, and
 //! charges what they hold. A socket may hold something
 //!
@@ -22,7 +22,6 @@
 
 use std::cell::{Cell, RefCell};
 use std::cmp::Reverse;
-use std::os::fd::RawFd;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::Waker;
@@ -31,8 +30,8 @@ use std::time::{Duration, Instant};
 use jackstay_core::admission::{Level, MemoryKind, Refusal, SourceMemory};
 use jackstay_core::credential_class::ClientRank;
 use jackstay_sys::clock;
+use jackstay_sys::sockets::stream::SocketRef;
 use jackstay_sys::sockets::tcp_options::MIN_UNSENT;
-use jackstay_sys::sockets::{queue_memory, tcp_options};
 use slab::Slab;
 use tokio::sync::Notify;
 use tokio::time::sleep;
@@ -49,14 +48,30 @@ const MAX_BLOCKED: Duration = Duration::from_secs(2);
 const MAX_RECEIVED: usize = 64 << 10;
 
 thread_local! {
+    /// The table of the worker that runs on this thread.
     static TABLE: RefCell<Table> = RefCell::default();
-    /// Notified when a socket becomes due in an empty table.
-    static DUE: Rc<Notify> = Rc::default();
 }
 
-/// Measures the sockets of the calling thread until the task is dropped.
+/// The sockets of one worker, while another worker runs on its thread.
+#[derive(Default)]
+pub struct SocketTable(Table);
+
+impl SocketTable {
+    /// Exchanges this table and the one of this thread.
+    pub fn swap(&mut self) {
+        TABLE.with_borrow_mut(|table| std::mem::swap(table, &mut self.0));
+    }
+}
+
+/// The number of sockets, or pairs of them, of the calling worker.
+#[cfg(test)]
+pub fn count() -> usize {
+    TABLE.with_borrow(|table| table.entries.len())
+}
+
+/// Measures the sockets of the calling worker until the task is dropped.
 pub async fn run() {
-    let due = DUE.with(Rc::clone);
+    let due = TABLE.with_borrow(|table| Rc::clone(&table.becomes_due));
     loop {
         due.notified().await;
         loop {
@@ -80,7 +95,7 @@ pub enum Peer {
 }
 
 /// The memory of a client's socket, or of both sockets of a flow. Dropping it ends the charge, which must happen on the
-/// same thread and before the sockets are closed.
+/// same worker and before the sockets are closed.
 #[derive(Debug)]
 pub struct SocketMemory {
     key: usize,
@@ -91,6 +106,8 @@ struct Table {
     entries: Slab<Entry>,
     /// The keys of the entries to measure.
     due: Vec<usize>,
+    /// Notified when a socket becomes due in an empty table.
+    becomes_due: Rc<Notify>,
 }
 
 struct Entry {
@@ -113,7 +130,7 @@ struct Entry {
 
 #[derive(Debug)]
 struct Socket {
-    descriptor: RawFd,
+    state: SocketRef,
     is_unread: bool,
     /// Whether its queues have the bounds for short memory.
     is_bounded: bool,
@@ -123,7 +140,7 @@ struct Socket {
 impl SocketMemory {
     /// Charges the socket of a client that has proven nothing to `source`. Unless memory is short, it may hold
     /// `max_unsent` bytes.
-    pub fn new(client: RawFd, source: Arc<SourceMemory>, max_unsent: u32) -> Self {
+    pub fn new(client: SocketRef, source: Arc<SourceMemory>, max_unsent: u32) -> Self {
         let entry = Entry {
             sockets: [Some(Socket::new(client)), None],
             source,
@@ -140,7 +157,7 @@ impl SocketMemory {
     }
 
     /// Charges the socket of the flow's endpoint too.
-    pub fn set_endpoint(&self, endpoint: RawFd) {
+    pub fn set_endpoint(&self, endpoint: SocketRef) {
         self.update(|entry| entry.sockets[Peer::Endpoint as usize] = Some(Socket::new(endpoint)));
     }
 
@@ -216,14 +233,14 @@ impl SocketMemory {
     }
 
     fn update(&self, update: impl FnOnce(&mut Entry)) {
-        TABLE.with_borrow_mut(|Table { entries, due }| {
+        TABLE.with_borrow_mut(|Table { entries, due, becomes_due }| {
             let entry = &mut entries[self.key];
             update(entry);
             if !entry.is_due && entry.may_hold() {
                 entry.is_due = true;
                 due.push(self.key);
                 if due.len() == 1 {
-                    DUE.with(|due| due.notify_one());
+                    becomes_due.notify_one();
                 }
             }
         });
@@ -234,7 +251,7 @@ impl Drop for SocketMemory {
     fn drop(&mut self) {
         // While the thread ends, its table may be destroyed already, with the charges.
         let _ = TABLE.try_with(|table| {
-            let Table { entries, due } = &mut *table.borrow_mut();
+            let Table { entries, due, .. } = &mut *table.borrow_mut();
             if let Some(at) = due.iter().position(|key| *key == self.key) {
                 due.swap_remove(at);
             }
@@ -247,7 +264,7 @@ impl Table {
     /// Measures the sockets that are due, and sheds what it must. Returns the tasks of connections that are shed, and
     /// whether no socket is due any more.
     fn measure(&mut self, now: Instant) -> (Vec<Waker>, bool) {
-        let Self { entries, due } = self;
+        let Self { entries, due, .. } = self;
         let mut is_short = false;
         for key in &*due {
             let entry = &mut entries[*key];
@@ -287,7 +304,7 @@ impl Entry {
     fn measure(&mut self) {
         let mut held = 0;
         for socket in self.sockets.iter().flatten() {
-            let Ok(memory) = queue_memory::read(&socket.descriptor) else { continue };
+            let Ok(memory) = socket.state.queue_memory() else { continue };
             // The kernel keeps a reserve for an empty queue, too.
             if memory.received + memory.sent > 0 {
                 held += memory.total();
@@ -351,12 +368,12 @@ impl Socket {
         }
         let (received, unsent) =
             if is_bounded { (Some(MAX_RECEIVED), MIN_UNSENT) } else { (None, max_unsent) };
-        let _ = tcp_options::bound_received(&self.descriptor, received);
-        let _ = tcp_options::bound_unsent(&self.descriptor, unsent);
+        let _ = self.state.bound_received(received);
+        let _ = self.state.bound_unsent(unsent);
     }
 
-    fn new(descriptor: RawFd) -> Self {
-        Self { descriptor, is_unread: false, is_bounded: false, blocked_since: None }
+    fn new(state: SocketRef) -> Self {
+        Self { state, is_unread: false, is_bounded: false, blocked_since: None }
     }
 }
 

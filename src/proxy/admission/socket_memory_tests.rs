@@ -1,12 +1,12 @@
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
-use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::Wake;
 
 use jackstay_core::admission::{MemoryBudget, Shed};
 use jackstay_sys::clock;
 use jackstay_sys::sockets::listening::listen;
+use jackstay_sys::sockets::queue_memory;
 use jackstay_sys::sockets::tcp_options::MAX_UNSENT;
 
 use super::*;
@@ -55,7 +55,7 @@ fn measure(now: Instant) -> (usize, bool) {
 fn blocked_socket_is_charged_until_its_bytes_are_taken() {
     let budget = MemoryBudget::new(100 * MIB);
     let (client, accepted) = pair();
-    let memory = SocketMemory::new(accepted.as_raw_fd(), budget.source(1), MAX_UNSENT);
+    let memory = SocketMemory::new(SocketRef::of(&accepted), budget.source(1), MAX_UNSENT);
     let written = fill(&accepted);
     memory.record_write(Peer::Client, written, true, Waker::noop());
     assert!(memory.is_client_blocked());
@@ -78,7 +78,7 @@ fn written_bytes_are_charged_although_the_receiver_accepts_more() {
     let (client, accepted) = pair();
     // Fills the client's receive queue, so that further bytes stay in the send queue.
     fill(&accepted);
-    let memory = SocketMemory::new(accepted.as_raw_fd(), budget.source(1), MAX_UNSENT);
+    let memory = SocketMemory::new(SocketRef::of(&accepted), budget.source(1), MAX_UNSENT);
     memory.record_write(Peer::Client, MIN_WRITTEN - 1, false, Waker::noop());
     assert_eq!(measure(clock::now()), (0, true), "little was written");
     assert_eq!(budget.used(), 0);
@@ -93,7 +93,7 @@ fn written_bytes_are_charged_although_the_receiver_accepts_more() {
 fn queues_are_bounded_while_memory_is_short() {
     let budget = MemoryBudget::new(MIB);
     let (client, accepted) = pair();
-    let memory = SocketMemory::new(accepted.as_raw_fd(), budget.source(1), MAX_UNSENT);
+    let memory = SocketMemory::new(SocketRef::of(&accepted), budget.source(1), MAX_UNSENT);
     memory.record_read(Peer::Client, true);
     let other = budget.source(1).charge(MemoryKind::Flows, 300 << 10);
     assert!(memory.level() >= Level::High);
@@ -118,7 +118,7 @@ fn queues_are_bounded_while_memory_is_short() {
 fn connection_that_is_blocked_for_two_seconds_is_shed_only_while_memory_is_short() {
     let budget = MemoryBudget::new(MIB);
     let (_client, accepted) = pair();
-    let memory = SocketMemory::new(accepted.as_raw_fd(), budget.source(1), MAX_UNSENT);
+    let memory = SocketMemory::new(SocketRef::of(&accepted), budget.source(1), MAX_UNSENT);
     let task = Arc::new(Task::default());
     memory.record_write(Peer::Client, 0, true, &Waker::from(Arc::clone(&task)));
     let start = clock::now();
@@ -148,7 +148,7 @@ fn largest_blocked_connections_are_shed_when_the_share_is_used_up() {
     let budget = MemoryBudget::new(2 * MIB);
     let connection = |fill_it: bool| {
         let (client, accepted) = pair();
-        let memory = SocketMemory::new(accepted.as_raw_fd(), budget.source(1), MAX_UNSENT);
+        let memory = SocketMemory::new(SocketRef::of(&accepted), budget.source(1), MAX_UNSENT);
         if fill_it {
             fill(&accepted);
         }
@@ -171,8 +171,8 @@ fn largest_blocked_connections_are_shed_when_the_share_is_used_up() {
 fn both_sockets_of_a_flow_are_charged() {
     let budget = MemoryBudget::new(100 * MIB);
     let ((client, from_client), (endpoint, to_endpoint)) = (pair(), pair());
-    let memory = SocketMemory::new(from_client.as_raw_fd(), budget.source(1), MAX_UNSENT);
-    memory.set_endpoint(to_endpoint.as_raw_fd());
+    let memory = SocketMemory::new(SocketRef::of(&from_client), budget.source(1), MAX_UNSENT);
+    memory.set_endpoint(SocketRef::of(&to_endpoint));
     fill(&client);
     fill(&endpoint);
     memory.record_read(Peer::Client, true);

@@ -1,12 +1,12 @@
 //! What one tunnel holds of the [memory budget](jackstay_core::admission).
 
 use std::cell::Cell;
-use std::os::fd::RawFd;
 use std::rc::Rc;
 use std::sync::Arc;
 
 use jackstay_core::admission::{MemoryCharge, MemoryKind, SourceMemory};
 use jackstay_core::credential_class::ClientRank;
+use jackstay_sys::sockets::stream::SocketRef;
 use jackstay_sys::sockets::tcp_options::MAX_UNSENT_OF_FLOW;
 
 use super::socket_memory::{Peer, SocketMemory};
@@ -30,7 +30,7 @@ impl TunnelMemory {
     }
 
     /// Charges the upstream's socket too. It is always taken for unread, because its reads are not recorded.
-    pub fn set_upstream(&mut self, socket: RawFd) {
+    pub fn set_upstream(&mut self, socket: SocketRef) {
         let memory =
             SocketMemory::new(socket, Arc::clone(self.charge.source()), MAX_UNSENT_OF_FLOW);
         memory.follow_rank(Rc::clone(&self.rank));

@@ -135,7 +135,7 @@ async fn attempt(
     let mut failure = AttemptFailure::NoAddress;
     let mut is_local = false;
     for address in endpoint.socket_addresses() {
-        match connector.connect(address).await {
+        match connector.connect_by_kernel(address).await {
             Ok(stream) => {
                 endpoint.metrics.dialled("ok");
                 return Ok((stream, endpoint));

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use jackstay_core::admission::Refusal;
+use jackstay_sys::sockets::stream::SocketRef;
 use jackstay_sys::sockets::tcp_options;
 use tokio::net::TcpStream;
 
@@ -67,7 +68,7 @@ impl ListenerFlows {
         routed: Option<RoutedTo>,
     ) -> Option<impl Future<Output = ()> + use<>> {
         let source = slot.source();
-        let memory = FlowMemory::new(self.admission.memory(source), client.as_raw_fd());
+        let memory = FlowMemory::new(self.admission.memory(source), SocketRef::of(&client));
         let Some(memory) = memory else {
             self.admission.report_no_memory(source);
             tcp_options::close_with_reset(client);
@@ -205,7 +206,7 @@ impl OpenConnection {
             }
         };
         tcp_options::bound_retransmission_timeout(&stream);
-        self.memory.sockets().set_endpoint(stream.as_raw_fd());
+        self.memory.sockets().set_endpoint(SocketRef::of(&stream));
         Some(Connected { stream, endpoint, upstream, prefix })
     }
 

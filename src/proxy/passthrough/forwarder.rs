@@ -3,8 +3,8 @@
 use std::net::SocketAddr;
 use std::rc::Rc;
 
+use jackstay_sys::sockets::stream::{TcpListener, TcpStream};
 use jackstay_sys::sockets::tcp_options;
-use tokio::net::{TcpListener, TcpStream};
 use tokio::task::spawn_local;
 
 use super::super::accept;
@@ -47,9 +47,11 @@ impl TcpForwarder {
         // No client of L4 proves an identity to this process, so there is no reserve.
         let limit = SlotLimit { slots, has_identities: false, handed_over: 0 };
         let Some(slot) = admission.admit((&client, from), prefix, limit) else {
-            tcp_options::close_with_reset(client);
+            client.close_with_reset();
             return;
         };
+        // A flow is spliced, which only the kernel does.
+        let Ok(client) = client.into_kernel() else { return };
         if let Some(flow) = self.flows.run(client, from, slot, None) {
             spawn_local(flow);
         }

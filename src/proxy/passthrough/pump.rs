@@ -367,7 +367,6 @@ impl HalfFlow {
 mod tests {
     use std::io::Write;
     use std::net;
-    use std::os::fd::AsRawFd;
     use std::sync::Arc;
 
     use jackstay_core::admission::{MemoryBudget, MemoryKind};
@@ -376,6 +375,7 @@ mod tests {
 
     use super::super::flow_table::tests::Setup;
     use super::*;
+    use jackstay_sys::sockets::stream::SocketRef;
 
     /// A connection whose peer has not read what it was sent, and the peer.
     fn unread_connection() -> (net::TcpStream, net::TcpStream) {
@@ -395,7 +395,7 @@ mod tests {
         let source = MemoryBudget::new(MEMORY).source(1);
         for (used, limit) in [(0, DELIVERY_LIMIT), (MEMORY, Duration::ZERO)] {
             let ((client, _peer), (endpoint, _server)) = (unread_connection(), unread_connection());
-            let memory = FlowMemory::new(Arc::clone(&source), client.as_raw_fd()).unwrap();
+            let memory = FlowMemory::new(Arc::clone(&source), SocketRef::of(&client)).unwrap();
             let streams = [client, endpoint].map(|stream| TcpStream::from_std(stream).unwrap());
             let [client, endpoint] = streams;
             let (flow, pump) = (setup.insert(), Pump::new(client, endpoint, Vec::new()));

@@ -8,6 +8,8 @@ use std::alloc::{GlobalAlloc, Layout};
 use libmimalloc_sys::{mi_free, mi_malloc, mi_realloc, mi_zalloc};
 use mimalloc::MiMalloc;
 
+use crate::simulation;
+
 /// Largest alignment that `mi_malloc` guarantees, for sizes of at least the alignment: the start of a page
 /// and the block sizes from 16 bytes are multiples of it (`MI_MAX_ALIGN_SIZE`, `MI_ALIGN2W` in the source
 /// of mimalloc v3).
@@ -39,7 +41,12 @@ pub enum Release {
 /// size), or has taken its slow path 10,000 times (`_mi_page_free`, `_mi_page_abandon` and
 /// `_mi_malloc_generic` in its source). A process that is idle after a burst does none of these and
 /// would keep the memory of the burst.
+///
+/// A simulated run keeps its memory, because seconds take it microseconds.
 pub fn release_free_memory(release: Release) {
+    if simulation::is_running() {
+        return;
+    }
     // SAFETY: any thread may call it at any time. Blocks in use are left alone.
     #[allow(unsafe_code)]
     unsafe {

@@ -20,6 +20,8 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use socket2::{Domain, SockRef, Socket, Type};
 use tokio::net::TcpListener;
 
+use crate::simulation;
+
 /// The limit that [`raise_descriptor_limit`] has returned; 0 before.
 static RAISED_LIMIT: AtomicU64 = AtomicU64::new(0);
 
@@ -41,6 +43,9 @@ pub fn raise_descriptor_limit() -> io::Result<u64> {
 /// The soft limit on descriptors; `u64::MAX` if there is none. Once it is raised it takes no system call, since each
 /// connection asks for it. A limit that another process changes later is not noticed.
 fn descriptor_limit() -> u64 {
+    if simulation::is_running() {
+        return u64::MAX;
+    }
     match RAISED_LIMIT.load(Relaxed) {
         0 => getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX),
         raised => raised,
@@ -92,6 +97,11 @@ impl SpareDescriptor {
     /// Opens a spare descriptor, if there is one left.
     pub fn open() -> Self {
         Self(Socket::new(Domain::UNIX, Type::STREAM, None).ok())
+    }
+
+    /// No descriptor.
+    pub fn none() -> Self {
+        Self(None)
     }
 
     /// Resets the connection that has waited longest in the accept queue.

@@ -10,12 +10,12 @@ use std::collections::VecDeque;
 use std::io;
 use std::net::SocketAddr;
 use std::num::NonZeroU32;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use tokio::net::TcpStream;
-
+use super::stream::TcpStream;
 use super::tcp_options;
+use super::virtual_network::VirtualNetwork;
 use crate::clock;
 
 /// How long a connection is remembered. An intercepted connection arrives at the listener at once. If one is
@@ -32,6 +32,8 @@ pub struct Connector {
     mark: Option<NonZeroU32>,
     /// The connections opened recently, oldest first; `None` without loop detection.
     recent: Option<Mutex<VecDeque<OwnConnection>>>,
+    /// A simulated network in place of the kernel's.
+    network: Option<Arc<dyn VirtualNetwork>>,
 }
 
 /// A connection that this process opened.
@@ -60,7 +62,12 @@ impl Connector {
             let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None)?;
             socket.set_mark(mark.get())?;
         }
-        Ok(Self { mark, recent: Some(Mutex::default()) })
+        Ok(Self { mark, recent: Some(Mutex::default()), network: None })
+    }
+
+    /// Opens connections of a simulated network.
+    pub fn over(network: Arc<dyn VirtualNetwork>) -> Self {
+        Self { network: Some(network), ..Self::default() }
     }
 
     /// Connects to an endpoint with the options of [`tcp_options::new_upstream_socket`] and the mark.
@@ -68,6 +75,17 @@ impl Connector {
     /// # Errors
     /// What connect(2) returns: refused, unreachable, no such address family.
     pub async fn connect(&self, to: SocketAddr) -> io::Result<TcpStream> {
+        match &self.network {
+            Some(network) => network.connect(to).await.map(TcpStream::Virtual),
+            None => self.connect_by_kernel(to).await.map(TcpStream::Kernel),
+        }
+    }
+
+    /// The same, on the kernel's sockets in any case, for code that splices.
+    ///
+    /// # Errors
+    /// As [`Self::connect`].
+    pub async fn connect_by_kernel(&self, to: SocketAddr) -> io::Result<tokio::net::TcpStream> {
         let socket = tcp_options::new_upstream_socket(to)?;
         if let Some(mark) = self.mark {
             socket.set_mark(mark.get())?;
@@ -86,7 +104,7 @@ impl Connector {
                 remember(recent, from, to);
             }
         }
-        let stream = TcpStream::from_std(socket.into())?;
+        let stream = tokio::net::TcpStream::from_std(socket.into())?;
         stream.writable().await?;
         match stream.take_error()? {
             Some(error) => Err(error),

@@ -9,6 +9,7 @@
 //! * [`queue_memory`] reads and bounds the kernel memory of a connection.
 //! * [`read_ahead`] and [`cork`] batch reads and writes; [`splice`] moves bytes inside the kernel.
 //! * [`tunnel_stream`] is one side of a tunnel.
+//! * [`stream`] has the sockets that L7 uses: those of the kernel, or those of a simulation ([`virtual_network`]).
 
 /// Implements `AsyncWrite` for a wrapper by passing every call on to the stream that it wraps.
 #[macro_export]
@@ -59,8 +60,10 @@ pub mod queue_memory;
 pub mod read_ahead;
 pub mod source;
 pub mod splice;
+pub mod stream;
 pub mod tcp_info;
 pub mod tcp_options;
 pub mod tracked_stream;
 pub mod tunnel_stream;
+pub mod virtual_network;
 pub mod zone;

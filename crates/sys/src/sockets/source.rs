@@ -5,9 +5,8 @@ use std::fmt;
 use std::io;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 
-use tokio::net::TcpStream;
-
 use super::peer_uid::PeerUids;
+use super::stream::TcpStream;
 
 /// Who opened a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -73,6 +72,20 @@ impl SourceLookup {
     /// source have in common.
     pub fn source(&self, stream: &TcpStream, peer: SocketAddr, prefix_v6: u8) -> Option<Source> {
         let local = stream.local_addr().ok()?;
+        if stream.is_simulated() {
+            let uid = stream.simulated_peer_uid();
+            return Some(uid.map_or_else(|| Source::from_ip(peer.ip(), prefix_v6), Source::User));
+        }
+        self.source_by_addresses(peer, local, prefix_v6)
+    }
+
+    /// The same, for a connection of the kernel that was accepted on `local`.
+    pub fn source_by_addresses(
+        &self,
+        peer: SocketAddr,
+        local: SocketAddr,
+        prefix_v6: u8,
+    ) -> Option<Source> {
         // Both ends of a connection to an address of this host are in this network namespace.
         let is_local = peer.ip().to_canonical().is_loopback() || peer.ip() == local.ip();
         let uids =
@@ -89,6 +102,7 @@ impl SourceLookup {
 mod tests {
     use super::*;
     use tokio::io::AsyncWriteExt;
+    use tokio::net::TcpStream;
 
     #[tokio::test]
     async fn loopback_connection_has_the_user_of_the_client() {
@@ -96,6 +110,7 @@ mod tests {
         let _client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
         let (accepted, from) = listener.accept().await.unwrap();
         let uid = rustix::process::getuid().as_raw();
+        let accepted = accepted.into();
         let source = |from| SourceLookup::default().source(&accepted, from, 64);
         assert_eq!(source(from), Some(Source::User(uid)));
         let remote = source("[2001:db8::1]:1".parse().unwrap()).unwrap();
@@ -108,6 +123,7 @@ mod tests {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let mut client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
         let (accepted, from) = listener.accept().await.unwrap();
+        let accepted = accepted.into();
         let source = || SourceLookup::default().source(&accepted, from, 64);
         client.shutdown().await.unwrap();
         assert!(source().is_some(), "a client that has sent all still reads the answer");

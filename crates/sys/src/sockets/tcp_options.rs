@@ -90,8 +90,8 @@ pub fn send_keepalive_probe(stream: &impl AsRawFd) -> io::Result<()> {
 ///
 /// # Errors
 /// What `setsockopt(2)` returns.
-pub fn disable_keepalives(stream: &TcpStream) -> io::Result<()> {
-    SockRef::from(stream).set_keepalive(false)
+pub fn disable_keepalives(stream: &impl AsRawFd) -> io::Result<()> {
+    set_option(stream, (libc::SOL_SOCKET, libc::SO_KEEPALIVE), 0)
 }
 
 /// Limits the time between retransmissions and between zero-window probes to one second
@@ -169,7 +169,7 @@ mod tests {
     async fn upstream_and_accepted_sockets_have_their_options() {
         let listener = listen("127.0.0.1:0".parse().unwrap(), false).unwrap();
         let to = listener.local_addr().unwrap();
-        let stream = Connector::unmarked().connect(to).await.unwrap();
+        let stream = Connector::unmarked().connect_by_kernel(to).await.unwrap();
         assert!(stream.nodelay().unwrap());
         let socket = SockRef::from(&stream);
         assert!(socket.keepalive().unwrap());

@@ -6,16 +6,14 @@
 
 use std::cell::{Cell, RefCell};
 use std::io;
-use std::os::fd::{AsRawFd, RawFd};
 use std::pin::Pin;
 use std::rc::Rc;
 use std::task::{Context, Poll, ready};
 
 use jackstay_core::tcp_info::TcpInfo;
 use tokio::io::{AsyncRead, ReadBuf};
-use tokio::net::TcpStream;
 
-use super::{tcp_info, tcp_options};
+use super::stream::{SocketRef, TcpStream};
 
 /// The half that TLS reads and writes.
 #[derive(Debug)]
@@ -32,8 +30,8 @@ struct Inner {
 }
 
 /// Splits a stream into the half for I/O and the half for its state.
-pub fn track(stream: TcpStream) -> (TrackedStream, StreamObserver) {
-    let inner = Rc::new(Inner { stream: RefCell::new(stream), bytes_read: Cell::new(0) });
+pub fn track(stream: impl Into<TcpStream>) -> (TrackedStream, StreamObserver) {
+    let inner = Rc::new(Inner { stream: RefCell::new(stream.into()), bytes_read: Cell::new(0) });
     (TrackedStream(Rc::clone(&inner)), StreamObserver(inner))
 }
 
@@ -46,25 +44,25 @@ impl StreamObserver {
     /// Reads `TCP_INFO`.
     ///
     /// # Errors
-    /// See [`tcp_info::read`].
+    /// See [`super::tcp_info::read`].
     pub fn tcp_info(&self) -> io::Result<TcpInfo> {
-        tcp_info::read(&*self.0.stream.borrow())
+        self.socket().tcp_info()
     }
 
-    /// See [`tcp_options::send_keepalive_probe`].
+    /// See [`super::tcp_options::send_keepalive_probe`].
     ///
     /// # Errors
     /// What the kernel returns.
     pub fn send_keepalive_probe(&self) -> io::Result<()> {
-        tcp_options::send_keepalive_probe(&*self.0.stream.borrow())
+        self.socket().send_keepalive_probe()
     }
 
-    /// See [`tcp_options::disable_keepalives`].
+    /// See [`super::tcp_options::disable_keepalives`].
     ///
     /// # Errors
     /// What the kernel returns.
     pub fn disable_keepalives(&self) -> io::Result<()> {
-        tcp_options::disable_keepalives(&self.0.stream.borrow())
+        self.socket().disable_keepalives()
     }
 
     /// The local address of the connection.
@@ -74,11 +72,10 @@ impl StreamObserver {
     pub fn local_addr(&self) -> io::Result<std::net::SocketAddr> {
         self.0.stream.borrow().local_addr()
     }
-}
 
-impl AsRawFd for StreamObserver {
-    fn as_raw_fd(&self) -> RawFd {
-        self.0.stream.borrow().as_raw_fd()
+    /// The socket, which is open as long as this exists.
+    pub fn socket(&self) -> SocketRef {
+        self.0.stream.borrow().socket()
     }
 }
 
@@ -104,7 +101,7 @@ delegate_async_write!(TrackedStream, |this| &mut *this.0.stream.borrow_mut());
 mod tests {
     use super::*;
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
-    use tokio::net::TcpListener;
+    use tokio::net::{TcpListener, TcpStream};
 
     #[tokio::test]
     async fn track_counts_received_bytes_and_closes_after_both_halves() {

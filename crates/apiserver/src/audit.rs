@@ -17,7 +17,7 @@ pub struct Record {
     pub time: SystemTime,
     /// The name of the server.
     pub server: String,
-    /// Identifies the connection; unique within the process.
+    /// Identifies the connection; unique within the cluster.
     pub connection: u64,
     /// The HTTP version, 1.1 or 2.
     pub version: http::Version,

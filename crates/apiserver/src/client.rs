@@ -16,6 +16,7 @@ use serde_json::Value;
 use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 
 const JSON: [(&str, &str); 1] = [("content-type", "application/json")];
@@ -109,9 +110,35 @@ impl Client {
         credentials: &Credentials,
         http2: bool,
     ) -> io::Result<Self> {
-        let config = tls_config(credentials, http2)?;
         let stream = TcpStream::connect(addr).await?;
         stream.set_nodelay(true)?;
+        Self::over(stream, addr, credentials, http2).await
+    }
+
+    /// Begins TLS, and HTTP/2 or HTTP/1.1, on a connection to `addr`.
+    pub async fn over<S>(
+        stream: S,
+        addr: SocketAddr,
+        credentials: &Credentials,
+        http2: bool,
+    ) -> io::Result<Self>
+    where
+        S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+    {
+        // The future of a handshake is large.
+        Box::pin(Self::begin(stream, addr, credentials, http2)).await
+    }
+
+    async fn begin<S>(
+        stream: S,
+        addr: SocketAddr,
+        credentials: &Credentials,
+        http2: bool,
+    ) -> io::Result<Self>
+    where
+        S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+    {
+        let config = tls_config(credentials, http2)?;
         let name = match &credentials.server_name {
             Some(name) => ServerName::try_from(name.clone()).map_err(io::Error::other)?,
             None => ServerName::from(addr.ip()),
@@ -262,7 +289,10 @@ pub async fn next_data(body: &mut Incoming) -> io::Result<Option<Bytes>> {
     Ok(None)
 }
 
-fn tls_config(credentials: &Credentials, http2: bool) -> io::Result<rustls::ClientConfig> {
+pub(crate) fn tls_config(
+    credentials: &Credentials,
+    http2: bool,
+) -> io::Result<rustls::ClientConfig> {
     let mut roots = rustls::RootCertStore::empty();
     for certificate in CertificateDer::pem_slice_iter(credentials.ca_pem.as_bytes()) {
         roots.add(certificate.map_err(io::Error::other)?).map_err(io::Error::other)?;

@@ -4,6 +4,12 @@
 //! As in etcd, one counter numbers all changes. A new change evicts the oldest one when the history is
 //! full. A watch from a version before an evicted or compacted change gets 410.
 
+mod commits;
+mod past;
+
+pub use self::commits::{ChangeType, Commit, CommitLog};
+
+use self::commits::Recorder;
 use crate::audit::Audit;
 use crate::identity::User;
 use crate::kinds::{self, Kind, ObjectRef};
@@ -11,12 +17,15 @@ use crate::lock;
 use crate::resource;
 use crate::selector::Selector;
 use crate::status_error::StatusError;
+use crate::wall_clock::WallClock;
 use bytes::Bytes;
+use jackstay_sys::clock;
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::ops::Bound;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tokio::sync::watch;
 
 /// Default limit of the history, in changes.
@@ -26,13 +35,20 @@ const HISTORY_LIMIT: usize = 10_000;
 #[derive(Clone)]
 pub struct Cluster {
     shared: Arc<Shared>,
+    /// The `Audit-ID` of the request whose changes go through this handle.
+    request: Option<Arc<str>>,
 }
 
 struct Shared {
     state: Mutex<State>,
     /// For each resource type, the version of its last change.
     last_changes: HashMap<&'static str, watch::Sender<u64>>,
+    /// The version of the last change of any resource type.
+    last_change: watch::Sender<u64>,
     audit: Audit,
+    clock: WallClock,
+    /// The number of connections to all servers so far.
+    connections: AtomicU64,
 }
 
 struct State {
@@ -46,6 +62,7 @@ struct State {
     history_limit: usize,
     bookmark_interval: Duration,
     tokens: HashMap<String, User>,
+    recorder: Recorder,
 }
 
 /// A backup of a store.
@@ -86,6 +103,8 @@ pub struct Event {
     pub after: Arc<Object>,
     /// Whether the change deleted the object.
     pub deleted: bool,
+    /// When it was committed, by tokio's clock.
+    committed: Instant,
 }
 
 impl Default for Cluster {
@@ -97,6 +116,11 @@ impl Default for Cluster {
 impl Cluster {
     /// A cluster with only the namespaces that kube-apiserver creates.
     pub fn new() -> Self {
+        Self::with_clock(WallClock::System)
+    }
+
+    /// The same with the dates of this clock in objects and responses.
+    pub fn with_clock(clock: WallClock) -> Self {
         let state = State {
             version: 0,
             compacted: 0,
@@ -106,10 +130,18 @@ impl Cluster {
             history_limit: HISTORY_LIMIT,
             bookmark_interval: Duration::from_secs(60),
             tokens: HashMap::new(),
+            recorder: Recorder::default(),
         };
         let last_changes = kinds::KINDS.iter().map(|k| (k.plural, watch::Sender::new(0))).collect();
-        let shared = Shared { state: Mutex::new(state), last_changes, audit: Audit::default() };
-        let cluster = Self { shared: Arc::new(shared) };
+        let shared = Shared {
+            state: Mutex::new(state),
+            last_changes,
+            last_change: watch::Sender::new(0),
+            audit: Audit::default(),
+            clock,
+            connections: AtomicU64::new(0),
+        };
+        let cluster = Self { shared: Arc::new(shared), request: None };
         for name in ["default", "kube-system", "kube-public", "kube-node-lease"] {
             let namespace = json!({ "metadata": { "name": name } });
             cluster
@@ -122,6 +154,22 @@ impl Cluster {
     /// The requests that all servers received.
     pub fn audit(&self) -> &Audit {
         &self.shared.audit
+    }
+
+    /// The clock of its dates.
+    pub fn clock(&self) -> WallClock {
+        self.shared.clock
+    }
+
+    /// A number for a new connection to one of its servers.
+    pub(super) fn next_connection(&self) -> u64 {
+        self.shared.connections.fetch_add(1, Relaxed) + 1
+    }
+
+    /// A handle whose changes are recorded as those of the request with this `Audit-ID`.
+    #[must_use]
+    pub fn on_behalf_of(&self, audit_id: &str) -> Self {
+        Self { request: Some(audit_id.into()), ..self.clone() }
     }
 
     /// The version of the last change.
@@ -216,7 +264,8 @@ impl Cluster {
         mut value: Value,
         dry_run: bool,
     ) -> Result<Arc<Object>, StatusError> {
-        let name = resource::prepare_for_create(kind, namespace, &mut value)?;
+        let now = self.shared.clock.now();
+        let name = resource::prepare_for_create(kind, namespace, &mut value, now)?;
         let object_ref = ObjectRef { kind, namespace, name: &name };
         let mut state = lock(&self.shared.state);
         if state.objects.contains_key(&key(object_ref)) {
@@ -246,6 +295,11 @@ impl Cluster {
         let mut next = change(&current.value)?;
         resource::prepare_for_update(object_ref, &current.value, &mut next)?;
         if next == current.value {
+            if !dry_run {
+                let version = state.version;
+                let request = self.request.clone();
+                state.recorder.unchanged(version, object_ref.kind, &current, request);
+            }
             return Ok(current);
         }
         if dry_run {
@@ -313,6 +367,11 @@ impl Cluster {
         self.shared.last_changes[kind.plural].subscribe()
     }
 
+    /// Notifies of each change.
+    pub(super) fn changes(&self) -> watch::Receiver<u64> {
+        self.shared.last_change.subscribe()
+    }
+
     /// The changes of a resource type after `cursor` (in a namespace, or in all if it is empty), and the
     /// version of the store.
     ///
@@ -378,10 +437,19 @@ impl Cluster {
         } else {
             state.objects.insert(key(object_ref), after.clone())
         };
-        let event = Event { version, kind: object_ref.kind, before, after: after.clone(), deleted };
+        let event = Event {
+            version,
+            kind: object_ref.kind,
+            before,
+            after: after.clone(),
+            deleted,
+            committed: clock::now(),
+        };
+        state.recorder.changed(&event, self.request.clone());
         state.history.push_back(Arc::new(event));
         state.trim();
         self.shared.last_changes[object_ref.kind.plural].send_replace(version);
+        self.shared.last_change.send_replace(version);
         after
     }
 }

@@ -2,20 +2,23 @@
 
 use crate::handler;
 use crate::identity::Certificate;
+use crate::lock;
 use crate::state::{ConnectionInfo, Counted, Phase, ServerState};
 use hyper::body::Incoming;
+use hyper::rt::Executor;
 use hyper::service::service_fn;
-use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use hyper_util::rt::{TokioIo, TokioTimer};
 use jackstay_sys::delegate_async_write;
+use jackstay_sys::sockets::stream::TcpStream;
 use std::io;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::task::{Context, Poll};
 use std::time::Duration;
 use tokio::io::{AsyncRead, ReadBuf};
-use tokio::net::TcpStream;
 use tokio::sync::Notify;
+use tokio_rustls::TlsAcceptor;
 
 /// `SETTINGS_MAX_CONCURRENT_STREAMS`, as kube-apiserver sends it.
 const MAX_STREAMS: u32 = 100;
@@ -23,7 +26,6 @@ const MAX_STREAMS: u32 = 100;
 const STREAM_WINDOW: u32 = 256 << 10;
 /// Fields of an HTTP/1.1 head. kube-apiserver limits their bytes only.
 const MAX_HEADERS: usize = 4_096;
-static NEXT_ID: AtomicU64 = AtomicU64::new(1);
 
 /// Serves a connection until it ends or the server resets it.
 pub(super) async fn serve(stream: TcpStream, server: Arc<ServerState>) {
@@ -38,14 +40,16 @@ pub(super) async fn serve(stream: TcpStream, server: Arc<ServerState>) {
 }
 
 async fn handshake_and_serve(socket: Socket, server: &Arc<ServerState>) {
-    let handshake = server.tls.accept(socket);
+    let config = lock(&server.tls).clone();
+    let handshake = TlsAcceptor::from(config).accept(socket);
     let Ok(Ok(tls)) = tokio::time::timeout(Duration::from_secs(10), handshake).await else {
         return;
     };
     let session = tls.get_ref().1;
     let http2 = session.alpn_protocol() == Some(b"h2");
-    let certificate = Certificate::verify(session.peer_certificates(), &*server.verifier);
-    let id = NEXT_ID.fetch_add(1, Relaxed);
+    let now = server.cluster.clock().unix_time();
+    let certificate = Certificate::verify_at(session.peer_certificates(), &*server.verifier, now);
+    let id = server.cluster.next_connection();
     let connection = Arc::new(ConnectionInfo { id, certificate, goaway: Notify::new() });
     let service = service_fn(|request: http::Request<Incoming>| {
         handler::handle(server.clone(), connection.clone(), request)
@@ -62,8 +66,9 @@ async fn handshake_and_serve(socket: Socket, server: &Arc<ServerState>) {
     if http2 {
         let max_streams = server.faults.borrow().max_streams.unwrap_or(MAX_STREAMS);
         let mut serving = pin!(
-            hyper::server::conn::http2::Builder::new(TokioExecutor::new())
+            hyper::server::conn::http2::Builder::new(LocalExecutor)
                 .timer(TokioTimer::new())
+                .auto_date_header(false)
                 .max_concurrent_streams(max_streams)
                 .initial_stream_window_size(STREAM_WINDOW)
                 .initial_connection_window_size(STREAM_WINDOW * MAX_STREAMS)
@@ -81,6 +86,7 @@ async fn handshake_and_serve(socket: Socket, server: &Arc<ServerState>) {
         let mut serving = pin!(
             hyper::server::conn::http1::Builder::new()
                 .timer(TokioTimer::new())
+                .auto_date_header(false)
                 .max_headers(MAX_HEADERS)
                 .half_close(false)
                 .serve_connection(TokioIo::new(tls), service)
@@ -91,6 +97,16 @@ async fn handshake_and_serve(socket: Socket, server: &Arc<ServerState>) {
             () = goaway_requested.as_mut() => serving.as_mut().graceful_shutdown(),
         }
         let _ = serving.await;
+    }
+}
+
+/// Runs hyper's tasks in the process of the server.
+#[derive(Debug, Clone)]
+struct LocalExecutor;
+
+impl<F: Future<Output: 'static> + 'static> Executor<F> for LocalExecutor {
+    fn execute(&self, task: F) {
+        tokio::task::spawn_local(task);
     }
 }
 
@@ -106,8 +122,10 @@ impl Socket {
     fn new(stream: TcpStream, server: Arc<ServerState>) -> Self {
         server.counters.accepted.fetch_add(1, Relaxed);
         let open = Counted::new(&server, |counters| &counters.open);
-        // A failure only delays small frames.
-        let _ = stream.set_nodelay(true);
+        if let TcpStream::Kernel(stream) = &stream {
+            // A failure only delays small frames.
+            let _ = stream.set_nodelay(true);
+        }
         Self { stream, server, reset: Arc::default(), _open: open }
     }
 }
@@ -115,8 +133,7 @@ impl Socket {
 impl Drop for Socket {
     fn drop(&mut self) {
         if *self.server.phase.borrow() == Phase::Killed || self.reset.load(Relaxed) {
-            let socket = socket2::SockRef::from(&self.stream);
-            let _ = socket.set_linger(Some(Duration::ZERO));
+            self.stream.reset_when_closed();
         }
     }
 }

@@ -11,16 +11,17 @@ use crate::lock;
 use crate::route::{Query, Target};
 use crate::state::{ConnectionInfo, Counted, ScriptedResponse, ServerState};
 use crate::status_error::StatusError;
-use http::header::{CONTENT_LENGTH, CONTENT_TYPE};
+use http::header::{CONTENT_LENGTH, CONTENT_TYPE, DATE, RETRY_AFTER};
 use http::request::Parts;
 use http::{HeaderName, HeaderValue, Method, Request, Response, Version};
 use hyper::body::Incoming;
 use serde_json::json;
 use std::convert::Infallible;
 use std::io;
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
-use std::time::SystemTime;
+use std::time::Duration;
 
 pub(super) const JSON: &str = "application/json";
 
@@ -53,22 +54,40 @@ pub(super) async fn handle(
     connection: Arc<ConnectionInfo>,
     request: Request<Incoming>,
 ) -> Result<Response<ResponseBody>, Infallible> {
+    let clock = server.cluster.clock();
+    let mut response = response_to(server, connection, request).await;
+    if let Ok(date) = HeaderValue::from_str(&httpdate::fmt_http_date(clock.now())) {
+        response.headers_mut().entry(DATE).or_insert(date);
+    }
+    Ok(response)
+}
+
+async fn response_to(
+    server: Arc<ServerState>,
+    connection: Arc<ConnectionInfo>,
+    request: Request<Incoming>,
+) -> Response<ResponseBody> {
     let (mut parts, body) = request.into_parts();
     if let Some(status) = server.gateway.forward(&mut parts, &server.refused) {
         let body = ResponseBody::full(format!("{status} page not found\n"));
-        return Ok(respond(status, "text/plain; charset=utf-8", body));
+        return respond(status, "text/plain; charset=utf-8", body);
     }
     let context = RequestContext::new(server, connection, parts);
     let audit_number = context.record();
     let in_flight = Counted::new(&context.server, |counters| &counters.in_flight);
-    context.apply_delays().await;
     let is_probe = context.is_probe();
-    let scripted = if is_probe { None } else { context.server.scripted(&context.parts) };
+    let scripted = if is_probe {
+        context.apply_delays().await;
+        None
+    } else if context.is_too_many() {
+        Some(ScriptedResponse::too_many_requests())
+    } else {
+        context.apply_delays().await;
+        context.server.scripted(&context.parts)
+    };
     let mut response = match scripted {
         Some(scripted) => scripted_response(scripted).await,
-        None => context.serve(audit_number, body).await.unwrap_or_else(|error| {
-            respond(error.code, JSON, ResponseBody::full(error.status().to_string()))
-        }),
+        None => context.serve(audit_number, body).await.unwrap_or_else(|e| error_response(&e)),
     };
     if !is_probe && context.server.loses_response() {
         // The request remains in flight until the client gives up.
@@ -83,7 +102,7 @@ pub(super) async fn handle(
         context.server.cluster.audit().amend(number, |r| r.status = Some(status));
     }
     context.add_common_headers(&mut response);
-    Ok(response)
+    response
 }
 
 /// A request with its server and its connection.
@@ -138,7 +157,7 @@ impl RequestContext {
         let forwarded: Vec<_> =
             forwarded.map(|value| String::from_utf8_lossy(value.as_bytes())).collect();
         Some(audit.push(Record {
-            time: SystemTime::now(),
+            time: self.server.cluster.clock().now(),
             server: self.server.name.clone(),
             connection: self.connection.id,
             version: self.parts.version,
@@ -154,7 +173,14 @@ impl RequestContext {
         }))
     }
 
-    /// Waits as long as the faults `hang` and `delay` demand.
+    /// Whether the limit of requests in flight rejects this one.
+    fn is_too_many(&self) -> bool {
+        let limit = self.server.faults.borrow().max_in_flight;
+        let is_above = |limit| self.server.counters.in_flight.load(Relaxed) > limit;
+        limit.is_some_and(is_above) && self.verb() != "watch"
+    }
+
+    /// Waits as long as the faults `hang`, `delay` and `service_time` demand.
     async fn apply_delays(&self) {
         let mut faults = self.server.faults.subscribe();
         // The sender is dropped only with the server.
@@ -163,7 +189,8 @@ impl RequestContext {
             // Until the client gives up.
             std::future::pending::<()>().await;
         }
-        let delay = faults.borrow().delay;
+        let service_time = faults.borrow().service_time.as_ref().map_or(Duration::ZERO, draw);
+        let delay = faults.borrow().delay + service_time;
         if !delay.is_zero() {
             tokio::time::sleep(delay).await;
         }
@@ -291,7 +318,7 @@ impl RequestContext {
             let text = "[+]ping ok\n[-]etcd failed: reason withheld\nlivez check failed\n";
             return respond(500, "text/plain; charset=utf-8", ResponseBody::full(text));
         }
-        if path == "/readyz" && self.server.faults.borrow().unready {
+        if path == "/readyz" && (self.server.faults.borrow().unready || self.server.is_draining()) {
             let text = "[+]ping ok\n[-]etcd failed: reason withheld\nreadyz check failed\n";
             return respond(500, "text/plain; charset=utf-8", ResponseBody::full(text));
         }
@@ -339,6 +366,22 @@ impl RequestContext {
             *response.body_mut() = ResponseBody::Full(None);
         }
     }
+}
+
+/// A time in a range.
+fn draw(range: &RangeInclusive<Duration>) -> Duration {
+    let nanos = |time: &Duration| time.as_nanos() as u64;
+    let (start, end) = (nanos(range.start()), nanos(range.end()));
+    Duration::from_nanos(fastrand::u64(start..=end.max(start)))
+}
+
+fn error_response(error: &StatusError) -> Response<ResponseBody> {
+    let body = ResponseBody::full(error.status().to_string());
+    let mut response = respond(error.code, JSON, body);
+    if let Some(seconds) = error.retry_after() {
+        response.headers_mut().insert(RETRY_AFTER, seconds.into());
+    }
+    response
 }
 
 pub(super) fn respond(

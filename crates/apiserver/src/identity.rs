@@ -70,15 +70,24 @@ pub enum Certificate {
 }
 
 impl Certificate {
-    /// Verifies the certificate chain of a client.
+    /// Verifies the certificate chain of a client at the system's date.
     pub fn verify(chain: Option<&[CertificateDer<'_>]>, verifier: &dyn ClientCertVerifier) -> Self {
+        Self::verify_at(chain, verifier, UnixTime::now())
+    }
+
+    /// Verifies the certificate chain of a client at the date `now`.
+    pub fn verify_at(
+        chain: Option<&[CertificateDer<'_>]>,
+        verifier: &dyn ClientCertVerifier,
+        now: UnixTime,
+    ) -> Self {
         let Some((leaf, intermediates)) = chain.and_then(<[_]>::split_first) else {
             return Self::None;
         };
         let Some((user, serial)) = user_and_serial(leaf) else {
             return Self::Invalid { serial: None };
         };
-        match verifier.verify_client_cert(leaf, intermediates, UnixTime::now()) {
+        match verifier.verify_client_cert(leaf, intermediates, now) {
             Ok(_) => Self::User { user: Box::new(user), serial },
             Err(_) => Self::Invalid { serial: Some(serial) },
         }

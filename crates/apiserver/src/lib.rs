@@ -2,6 +2,8 @@
 //!
 //! * [`cluster`] is the shared store, in place of etcd and the watch cache. Several servers over one
 //!   [`Cluster`](cluster::Cluster) respond alike, as apiservers over one etcd do.
+//! * [`ApiServer`] is one apiserver. It runs on the caller's runtime, on sockets of the kernel or of a simulated network;
+//!   with tokio's clock paused and the seed of `fastrand` set, a run is a function of the seed.
 //! * [`start`] runs one apiserver on a thread of its own; its handle injects faults: a test can kill, freeze, slow
 //!   down or fail each server.
 //! * A request passes `connection`, `handler` (audit, scripted faults, authentication, authorization)
@@ -33,6 +35,7 @@ mod body;
 mod connection;
 mod discovery;
 mod gateway;
+mod handle;
 mod handler;
 mod patch;
 mod protobuf;
@@ -43,12 +46,16 @@ mod state;
 mod table;
 pub mod timestamps;
 mod tunnel;
+mod wall_clock;
 mod watch;
+mod watch_cache;
 
 use body::ResponseBody;
 pub use gateway::Gateway;
-pub use server::{ApiServerHandle, Options, start};
+pub use handle::{ApiServerHandle, start};
+pub use server::{ApiServer, Options};
 pub use state::{Counters, Faults, RequestHook, ScriptedResponse};
+pub use wall_clock::WallClock;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 

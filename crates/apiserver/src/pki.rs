@@ -3,13 +3,15 @@
 use base64::prelude::{BASE64_STANDARD, Engine as _};
 use rcgen::{
     BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
-    KeyUsagePurpose, SanType, SigningKey,
+    KeyUsagePurpose, PKCS_ECDSA_P256_SHA256, PKCS_ED25519, SanType, SerialNumber,
+    SignatureAlgorithm, SigningKey,
 };
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
 use std::io;
 use std::net::IpAddr;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// Validity of issued certificates.
@@ -20,6 +22,33 @@ pub struct Pki {
     issuer: Issuer<'static, KeyPair>,
     key_der: Vec<u8>,
     certificate: rcgen::Certificate,
+    /// Of the issued certificates too.
+    keys: KeyType,
+    /// Of certificates that are issued without a validity; by default [`Validity::usual`].
+    validity: Option<Validity>,
+    /// The number of serials of fixed length that it has used.
+    serials: AtomicU64,
+}
+
+/// The type of keys.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum KeyType {
+    /// ECDSA on P-256. The length of a signature varies (DER).
+    #[default]
+    P256,
+    /// Ed25519. A signature has 64 bytes, and serial numbers have a fixed length too, so a certificate for the same names,
+    /// and each message of a handshake, always has the same length.
+    Ed25519,
+}
+
+impl KeyType {
+    fn generate(self) -> io::Result<KeyPair> {
+        let algorithm: &'static SignatureAlgorithm = match self {
+            Self::P256 => &PKCS_ECDSA_P256_SHA256,
+            Self::Ed25519 => &PKCS_ED25519,
+        };
+        KeyPair::generate_for(algorithm).map_err(io::Error::other)
+    }
 }
 
 /// An issued certificate and its key.
@@ -90,13 +119,27 @@ impl Pki {
 
     /// Creates an authority with this common name and validity.
     pub fn new_valid(name: &str, validity: Validity) -> io::Result<Self> {
+        Self::with_keys(name, validity, KeyType::P256)
+    }
+
+    /// Creates an authority for a simulation, with Ed25519 keys. `validity` is also that of the certificates that it
+    /// issues without another one.
+    pub fn new_ed25519(name: &str, validity: Validity) -> io::Result<Self> {
+        let pki = Self::with_keys(name, validity, KeyType::Ed25519)?;
+        Ok(Self { validity: Some(validity), ..pki })
+    }
+
+    fn with_keys(name: &str, validity: Validity, keys: KeyType) -> io::Result<Self> {
+        let serials = AtomicU64::new(0);
         let mut params = params(name, validity)?;
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
         params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
-        let key = KeyPair::generate().map_err(io::Error::other)?;
+        params.serial_number = next_serial(keys, &serials);
+        let key = keys.generate()?;
         let certificate = params.self_signed(&key).map_err(io::Error::other)?;
         let key_der = key.serialize_der();
-        Ok(Self { issuer: Issuer::new(params, key), key_der, certificate })
+        let issuer = Issuer::new(params, key);
+        Ok(Self { issuer, key_der, certificate, keys, validity: None, serials })
     }
 
     /// The authority's certificate, PEM.
@@ -126,7 +169,7 @@ impl Pki {
     /// Issues a serving certificate for loopback, `localhost` and `kubernetes.default.svc`.
     pub fn server(&self) -> io::Result<Issued> {
         let hosts = ["127.0.0.1", "::1", "localhost", "kubernetes.default.svc"];
-        self.server_for(&hosts, Validity::usual())
+        self.server_for(&hosts, self.default_validity())
     }
 
     /// Issues a serving certificate for these names and addresses.
@@ -139,12 +182,12 @@ impl Pki {
             });
         }
         params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
-        self.issue(&params)
+        self.issue(params)
     }
 
-    /// Issues a client certificate with the usual validity.
+    /// Issues a client certificate with the default validity.
     pub fn client(&self, subject: &Subject) -> io::Result<Issued> {
-        self.client_valid(subject, Validity::usual())
+        self.client_valid(subject, self.default_validity())
     }
 
     /// Issues a client certificate with this validity.
@@ -159,7 +202,7 @@ impl Pki {
             params.distinguished_name.push(attribute, group.as_str());
         }
         params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
-        self.issue(&params)
+        self.issue(params)
     }
 
     /// Issues a client certificate of X.509 version 1, as `openssl x509 -req` does without `-extfile`.
@@ -192,8 +235,13 @@ impl Pki {
         Ok(path)
     }
 
-    fn issue(&self, params: &CertificateParams) -> io::Result<Issued> {
-        let key = KeyPair::generate().map_err(io::Error::other)?;
+    fn default_validity(&self) -> Validity {
+        self.validity.unwrap_or_else(Validity::usual)
+    }
+
+    fn issue(&self, mut params: CertificateParams) -> io::Result<Issued> {
+        params.serial_number = next_serial(self.keys, &self.serials);
+        let key = self.keys.generate()?;
         let certificate = params.signed_by(&key, &self.issuer).map_err(io::Error::other)?;
         Ok(Issued {
             cert_pem: certificate.pem(),
@@ -318,6 +366,13 @@ pub fn kubeconfig(
     .to_string()
 }
 
+/// A serial number of 8 bytes for keys of fixed length; for other keys, rcgen derives one from the key.
+fn next_serial(keys: KeyType, serials: &AtomicU64) -> Option<SerialNumber> {
+    // The first bit of a serial number is 0 and its first byte is not 0, so DER adds and omits no byte.
+    const FIRST: u64 = 0x4000_0000_0000_0000;
+    (keys == KeyType::Ed25519).then(|| (FIRST + serials.fetch_add(1, Relaxed)).into())
+}
+
 fn params(name: &str, validity: Validity) -> io::Result<CertificateParams> {
     let mut params = CertificateParams::new(Vec::new()).map_err(io::Error::other)?;
     params.distinguished_name = rcgen::DistinguishedName::new();
@@ -336,4 +391,32 @@ fn write_private(path: &Path, text: &str) -> io::Result<()> {
     let mut options = std::fs::OpenOptions::new();
     options.write(true).create(true).truncate(true).mode(0o600);
     options.open(path)?.write_all(text.as_bytes())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ed25519_certificates_have_a_fixed_length_and_the_given_validity() {
+        let validity = Validity {
+            not_before: UNIX_EPOCH + Duration::from_secs(1_767_225_600),
+            not_after: UNIX_EPOCH + Duration::from_secs(2_000_000_000),
+        };
+        let lengths = || {
+            let pki = Pki::new_ed25519("kubernetes", validity).unwrap();
+            let hosts = ["10.0.0.1", "fd00::1", "kubernetes.default.svc"];
+            let server = pki.server_for(&hosts, validity).unwrap();
+            let client = pki.client(&Subject::node("n1")).unwrap();
+            let (_, parsed) = x509_parser::parse_x509_certificate(&client.cert_der).unwrap();
+            assert_eq!(parsed.validity().not_after.timestamp(), 2_000_000_000);
+            assert_eq!(parsed.raw_serial().len(), 8);
+            let names = [&pki.ca_der(), &server.cert_der, &client.cert_der];
+            names.map(|certificate| certificate.len())
+        };
+        let first = lengths();
+        for _ in 0..300 {
+            assert_eq!(lengths(), first);
+        }
+    }
 }

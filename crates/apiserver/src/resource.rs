@@ -8,7 +8,7 @@ use base64::prelude::{BASE64_STANDARD, Engine as _};
 use serde_json::{Value, json};
 use std::time::SystemTime;
 
-/// Validates an object before it is created, and sets its metadata and defaults. Returns its name.
+/// Validates an object before it is created at the date `now`, and sets its metadata and defaults. Returns its name.
 ///
 /// # Errors
 /// 422 without a name, 400 for any other violation.
@@ -16,6 +16,7 @@ pub fn prepare_for_create(
     kind: &Kind,
     namespace: &str,
     value: &mut Value,
+    now: SystemTime,
 ) -> Result<String, StatusError> {
     if !value.is_object() {
         return Err(StatusError::bad_request("the body must be an object"));
@@ -57,7 +58,7 @@ pub fn prepare_for_create(
         metadata["namespace"] = namespace.into();
     }
     metadata["uid"] = timestamps::uid().into();
-    metadata["creationTimestamp"] = timestamps::rfc3339(SystemTime::now()).into();
+    metadata["creationTimestamp"] = timestamps::rfc3339(now).into();
     if kind.has_status {
         metadata["generation"] = 1.into();
     }

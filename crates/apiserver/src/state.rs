@@ -1,4 +1,4 @@
-//! State that the thread, the connections and the handle of a demo apiserver share.
+//! State that the connections and the handle of a demo apiserver share.
 
 use crate::cluster::Cluster;
 use crate::gateway::{Gateway, Refused};
@@ -6,11 +6,11 @@ use crate::identity::Certificate;
 use crate::status_error::StatusError;
 use bytes::Bytes;
 use rustls::server::danger::ClientCertVerifier;
+use std::ops::RangeInclusive;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use tokio::sync::{Notify, watch};
-use tokio_rustls::TlsAcceptor;
 
 /// A response that the server sends instead of handling the request.
 #[derive(Debug, Clone)]
@@ -30,6 +30,17 @@ impl ScriptedResponse {
             status: code,
             headers: vec![("content-type".into(), "application/json".into())],
             body: StatusError::new(code, reason, message).status().to_string().into(),
+            cut: false,
+        }
+    }
+
+    /// The rejection by the limit of requests in flight.
+    pub(super) fn too_many_requests() -> Self {
+        let headers = [("content-type", "text/plain; charset=utf-8"), ("retry-after", "1")];
+        Self {
+            status: 429,
+            headers: headers.map(|(name, value)| (name.to_owned(), value.to_owned())).into(),
+            body: Bytes::from_static(b"Too many requests, please try again later.\n"),
             cut: false,
         }
     }
@@ -85,6 +96,17 @@ pub struct Faults {
     pub max_streams: Option<u32>,
     /// Time that every request waits before it is handled, health checks included.
     pub delay: Duration,
+    /// The time that the server needs for a request, drawn for each one, health checks included. It comes after `delay`.
+    pub service_time: Option<RangeInclusive<Duration>>,
+    /// The number of requests in flight above which further ones are rejected with 429 and `Retry-After: 1`. Watches and
+    /// what a prober reads are not rejected, as with kube-apiserver's `--max-requests-inflight`.
+    pub max_in_flight: Option<u64>,
+    /// The time until the watch cache has a change of the store; after a restart it has all. Watches and reads with
+    /// `resourceVersion` see the cache. As in kube-apiserver, a read of a version that the cache has not
+    /// reached waits for at most 3 s and then gets 504, a LIST without a version waits too and is then read from the store,
+    /// and a GET without a version reads from the store. With `None` there is no cache: reads see the store, and 504
+    /// comes at once. With zero, a read still waits for a version that the store has not reached.
+    pub cache_lag: Option<Duration>,
     /// The probability that the server sends GOAWAY on the connection of a request, as with `--goaway-chance` of
     /// kube-apiserver.
     pub goaway_chance: f64,
@@ -136,7 +158,7 @@ impl Drop for Counted {
 
 /// The connection that a request arrived on.
 pub(super) struct ConnectionInfo {
-    /// Unique within the process.
+    /// Unique within the cluster.
     pub id: u64,
     pub certificate: Certificate,
     /// Sends GOAWAY on this connection.
@@ -153,10 +175,13 @@ pub(super) struct ServerState {
     /// What it reports at `/version`.
     pub version: Mutex<String>,
     pub cluster: Cluster,
-    pub tls: TlsAcceptor,
+    /// Replaced when the process starts, so that it does not know the sessions of its predecessor.
+    pub tls: Mutex<Arc<rustls::ServerConfig>>,
     pub verifier: Arc<dyn ClientCertVerifier>,
     pub counters: Counters,
     pub faults: watch::Sender<Faults>,
+    /// The version that the watch cache had at least reached. See [`Faults::cache_lag`].
+    pub cached: AtomicU64,
     /// A watch that starts at an older version gets 410 on this server.
     pub compacted: AtomicU64,
     /// Each message ends every watch.
@@ -193,6 +218,11 @@ impl ServerState {
             false
         });
         scripted
+    }
+
+    /// Whether it shuts down.
+    pub fn is_draining(&self) -> bool {
+        matches!(*self.phase.borrow(), Phase::Draining(_))
     }
 
     /// Whether `lose_next` applies to this request; decrements it.

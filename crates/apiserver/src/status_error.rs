@@ -59,6 +59,24 @@ impl StatusError {
         Self::new(410, "Expired", format!("too old resource version: {version} ({oldest})"))
     }
 
+    /// 504 for a version that the watch cache has not reached.
+    pub fn too_large_version(minimum: u64, current: u64) -> Self {
+        let cause = "Too large resource version";
+        let message = format!("Timeout: {cause}: {minimum}, current: {current}");
+        Self {
+            details: json!({
+                "causes": [{ "reason": "ResourceVersionTooLarge", "message": cause }],
+                "retryAfterSeconds": 1,
+            }),
+            ..Self::new(504, "Timeout", message)
+        }
+    }
+
+    /// The seconds of the `Retry-After` header, if the response has one.
+    pub(super) fn retry_after(&self) -> Option<u64> {
+        self.details["retryAfterSeconds"].as_u64()
+    }
+
     /// 400 for a malformed request.
     pub fn bad_request(message: impl Into<String>) -> Self {
         Self::new(400, "BadRequest", message)

@@ -37,23 +37,24 @@ pub fn definitions(kind: &Kind) -> Value {
         .collect()
 }
 
-/// A `Table` with a row for each object. `include_object` is the query parameter `includeObject`, and
-/// `metadata` is the metadata of the list.
+/// A `Table` with a row for each object. `include_object` is the query parameter `includeObject`,
+/// `metadata` is the metadata of the list, and ages are those at the date `now`.
 pub fn table(
     kind: &Kind,
     objects: &[&Object],
     definitions: &Value,
     include_object: &str,
     metadata: &Value,
+    now: SystemTime,
 ) -> Value {
-    let rows: Vec<_> = objects.iter().map(|o| row(kind, &o.value, include_object)).collect();
+    let rows: Vec<_> = objects.iter().map(|o| row(kind, &o.value, include_object, now)).collect();
     json!({
         "kind": "Table", "apiVersion": "meta.k8s.io/v1", "metadata": metadata,
         "columnDefinitions": definitions, "rows": rows,
     })
 }
 
-fn row(kind: &Kind, object: &Value, include_object: &str) -> Value {
+fn row(kind: &Kind, object: &Value, include_object: &str, now: SystemTime) -> Value {
     let included = match include_object {
         "None" => Value::Null,
         "Object" => object.clone(),
@@ -62,12 +63,12 @@ fn row(kind: &Kind, object: &Value, include_object: &str) -> Value {
             "metadata": object["metadata"],
         }),
     };
-    json!({ "cells": cells(kind, object), "object": included })
+    json!({ "cells": cells(kind, object, now), "object": included })
 }
 
-fn cells(kind: &Kind, object: &Value) -> Vec<Value> {
+fn cells(kind: &Kind, object: &Value, now: SystemTime) -> Vec<Value> {
     let (spec, status) = (&object["spec"], &object["status"]);
-    let age = age(&object["metadata"]["creationTimestamp"]);
+    let age = age(&object["metadata"]["creationTimestamp"], now);
     let count = |value: &Value| value.as_object().map_or(0, serde_json::Map::len);
     let text_or = |value: &Value, default: &str| {
         json!(value.as_str().filter(|v| !v.is_empty()).unwrap_or(default))
@@ -127,8 +128,8 @@ fn cells(kind: &Kind, object: &Value) -> Vec<Value> {
     std::iter::once(name).chain(middle).chain([age]).collect()
 }
 
-fn age(created: &Value) -> Value {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
+fn age(created: &Value, now: SystemTime) -> Value {
+    let now = now.duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
     let Some((created, _)) = created.as_str().and_then(timestamps::parse_rfc3339) else {
         return "<unknown>".into();
     };

@@ -48,7 +48,7 @@ pub(super) fn log(context: &RequestContext, object: ObjectRef<'_>) -> Response<R
         return respond(200, "text/plain", ResponseBody::full(first));
     }
     let (sender, receiver) = mpsc::channel(16);
-    tokio::spawn(async move {
+    tokio::task::spawn_local(async move {
         let mut next = first;
         for number in 4.. {
             if !next.is_empty() && sender.send(Ok(Bytes::from(next))).await.is_err() {
@@ -104,7 +104,10 @@ pub(super) fn upgrade(
             headers.insert(SEC_WEBSOCKET_ACCEPT, accept.expect("base64 is a header value"));
             Session::Channels {
                 command: match subresource {
-                    "exec" => command(&context.query.all("command").collect::<Vec<_>>()),
+                    "exec" => command(
+                        &context.query.all("command").collect::<Vec<_>>(),
+                        context.server.cluster.clock().now(),
+                    ),
                     _ => Command::Echo,
                 },
                 stdin: context.query.flag("stdin"),
@@ -127,7 +130,7 @@ pub(super) fn upgrade(
     let mut request = Request::from_parts(context.parts.clone(), body);
     let upgraded = hyper::upgrade::on(&mut request);
     let server = context.server.clone();
-    tokio::spawn(async move {
+    tokio::task::spawn_local(async move {
         let Ok(upgraded) = upgraded.await else { return };
         let mut reset = server.reset.subscribe();
         tokio::select! {
@@ -161,13 +164,14 @@ enum Command {
     Exit(u8),
 }
 
-fn command(words: &[&str]) -> Command {
+/// The command that `exec` names. `now` is what `date` prints.
+fn command(words: &[&str], now: SystemTime) -> Command {
     match words {
         ["sh" | "bash" | "/bin/sh", "-c", script] => {
-            command(&script.split_whitespace().collect::<Vec<_>>())
+            command(&script.split_whitespace().collect::<Vec<_>>(), now)
         }
         ["echo", words @ ..] => Command::Print(format!("{}\n", words.join(" "))),
-        ["date"] => Command::Print(format!("{}\n", timestamps::rfc3339(SystemTime::now()))),
+        ["date"] => Command::Print(format!("{}\n", timestamps::rfc3339(now))),
         ["exit", code] => Command::Exit(code.parse().unwrap_or(1)),
         ["sleep", seconds] => Command::Sleep(Duration::from_secs(seconds.parse().unwrap_or(1))),
         ["true"] => Command::Exit(0),
@@ -278,13 +282,14 @@ mod tests {
     fn command_is_parsed_from_exec_arguments() {
         for (words, expected) in [
             (&["cat"][..], Command::Echo),
+            (&["date"], Command::Print("1970-01-01T00:00:00Z\n".into())),
             (&["sh"], Command::Echo),
             (&["echo", "a", "b"], Command::Print("a b\n".into())),
             (&["sh", "-c", "exit 3"], Command::Exit(3)),
             (&["test", "-d", "/x"], Command::Exit(1)),
             (&["tar", "-xmf", "-"], Command::Discard),
         ] {
-            assert_eq!(command(words), expected, "{words:?}");
+            assert_eq!(command(words, SystemTime::UNIX_EPOCH), expected, "{words:?}");
         }
     }
 }

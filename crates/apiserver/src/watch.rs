@@ -9,7 +9,7 @@ use crate::route::{Query, Target};
 use crate::selector::Selector;
 use crate::state::{Counted, Faults, ServerState};
 use crate::status_error::StatusError;
-use crate::{cbor, protobuf, table};
+use crate::{cbor, protobuf, table, watch_cache};
 use bytes::Bytes;
 use flate2::Compression;
 use flate2::write::GzEncoder;
@@ -97,14 +97,16 @@ pub(super) fn start(
     };
     let only_changes = query.get("sendInitialEvents") == "false";
     let start_at = if initial_events || (version == 0 && !only_changes) {
-        StartAt::CurrentState { announce_end: initial_events }
+        let minimum = (initial_events && query.get("resourceVersion").is_empty())
+            .then(|| server.cluster.version());
+        StartAt::CurrentState { announce_end: initial_events, minimum }
     } else if version == 0 {
         StartAt::Now
     } else {
         StartAt::Version
     };
     let deadline = Instant::now() + timeout;
-    tokio::spawn(async move {
+    tokio::task::spawn_local(async move {
         // A client that disconnects is not an error.
         let _ = watch.deliver_until(start_at, deadline).await;
     });
@@ -122,8 +124,8 @@ pub(super) fn start(
 }
 
 enum StartAt {
-    /// All current objects as ADDED events, then changes.
-    CurrentState { announce_end: bool },
+    /// All current objects as ADDED events, then changes. The watch cache is to reach the `minimum` before.
+    CurrentState { announce_end: bool, minimum: Option<u64> },
     /// Only changes from now on.
     Now,
     /// Changes since the version that the client names.
@@ -144,11 +146,17 @@ impl Watch {
         // A test that sees this watch in the counters can end it by `end_watches`, subscribed above.
         let _counted = Counted::new(&self.server, |counters| &counters.watches);
         match start_at {
-            StartAt::CurrentState { announce_end } => {
+            StartAt::CurrentState { announce_end, minimum } => {
                 self.wait_while(|faults, _| faults.hold_watches).await?;
+                if let Some(minimum) = minimum
+                    && let Err(current) = self.server.wait_until_cached(minimum).await
+                {
+                    let error = StatusError::too_large_version(minimum, current);
+                    return self.send_error(&error).await;
+                }
                 self.send_current_state(announce_end).await?;
             }
-            StartAt::Now => self.cursor = self.server.cluster.version(),
+            StartAt::Now => self.cursor = self.server.cached_version(),
             StartAt::Version => {
                 let compacted_here = self.server.compacted.load(Relaxed);
                 if self.cursor < compacted_here {
@@ -167,8 +175,11 @@ impl Watch {
         bookmark.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let sender = self.sender.clone();
         loop {
+            let held = faults.borrow().hold_watches;
+            let next = if held { None } else { self.server.cached_at(self.cursor) };
             tokio::select! {
                 () = sender.closed() => return Err(Disconnected),
+                () = watch_cache::sleep_until(next) => {}
                 () = tokio::time::sleep_until(deadline) => return Ok(()),
                 _ = end.changed() => return Ok(()),
                 _ = changes.changed() => {}
@@ -204,8 +215,13 @@ impl Watch {
 
     /// Sends all objects as ADDED events; with `announce_end` also the `initial-events-end` bookmark.
     async fn send_current_state(&mut self, announce_end: bool) -> Result<(), Disconnected> {
-        let (objects, version) =
-            self.server.cluster.list(self.kind, &self.namespace, &self.selector);
+        let version = self.server.cached_version();
+        let (objects, version) = if self.server.faults.borrow().cache_lag.is_some() {
+            let cluster = &self.server.cluster;
+            (cluster.list_at(self.kind, &self.namespace, &self.selector, version), version)
+        } else {
+            self.server.cluster.list(self.kind, &self.namespace, &self.selector)
+        };
         for object in objects {
             self.send("ADDED", &object).await?;
         }
@@ -218,6 +234,7 @@ impl Watch {
 
     /// Sends the changes since `cursor`.
     async fn send_changes(&mut self) -> Result<(), Disconnected> {
+        let cached = self.server.cached_version();
         let changes = self.server.cluster.changes_since(self.kind, &self.namespace, self.cursor);
         let (events, version) = match changes {
             Ok(changes) => changes,
@@ -226,7 +243,7 @@ impl Watch {
                 return Err(Disconnected);
             }
         };
-        for event in events {
+        for event in events.into_iter().filter(|event| event.version <= cached) {
             let is_enough =
                 |faults: &Faults, sent| faults.watched_changes.is_some_and(|max| sent >= max);
             self.wait_while(is_enough).await?;
@@ -240,7 +257,7 @@ impl Watch {
                 (false, false) => {}
             }
         }
-        self.cursor = self.cursor.max(version);
+        self.cursor = self.cursor.max(version.min(cached));
         Ok(())
     }
 
@@ -273,8 +290,9 @@ impl Watch {
                     if self.columns_sent { Value::Null } else { table::definitions(self.kind) };
                 self.columns_sent = true;
                 let meta = json!({ "resourceVersion": object.version.to_string() });
-                let table =
-                    table::table(self.kind, &[object], &columns, &self.include_object, &meta);
+                let now = self.server.cluster.clock().now();
+                let included = &self.include_object;
+                let table = table::table(self.kind, &[object], &columns, included, &meta, now);
                 self.frame(event, &table)
             }
         };

@@ -2,7 +2,7 @@
 
 use super::{Format, JSON, RequestContext, respond};
 use crate::body::{self, ResponseBody};
-use crate::cluster::Object;
+use crate::cluster::{Cluster, Object};
 use crate::kinds::{self, Kind, ObjectRef};
 use crate::route::Target;
 use crate::selector::Selector;
@@ -13,6 +13,7 @@ use http::Response;
 use http::header::{ACCEPT, CONTENT_TYPE};
 use hyper::body::Incoming;
 use serde_json::{Value, json};
+use std::sync::Arc;
 
 impl RequestContext {
     pub(super) async fn resource(
@@ -22,7 +23,7 @@ impl RequestContext {
     ) -> Result<Response<ResponseBody>, StatusError> {
         let object =
             ObjectRef { kind: target.kind, namespace: &target.namespace, name: &target.name };
-        let cluster = &self.server.cluster;
+        let cluster = &self.writer();
         let dry_run = self.query.all("dryRun").any(|v| v == "All");
         match target.subresource.as_str() {
             "" => {}
@@ -37,11 +38,10 @@ impl RequestContext {
         match self.verb() {
             "watch" => self.watch(target),
             "get" => {
-                let lagging = self.server.faults.borrow().cache_version;
-                self.check_reached(lagging.unwrap_or_else(|| cluster.version()))?;
-                self.object_response(200, object, &*cluster.get(object)?)
+                let stored = self.get(object).await?;
+                self.object_response(200, object, &stored)
             }
-            "list" => self.list(target),
+            "list" => self.list(target).await,
             "create" if target.name.is_empty() => {
                 let value = self.json_body(body).await?;
                 let namespace = namespace_of(target, &value);
@@ -72,9 +72,15 @@ impl RequestContext {
         }
     }
 
+    /// The store, which records the changes as those of this request.
+    fn writer(&self) -> Cluster {
+        let cluster = &self.server.cluster;
+        self.header("audit-id").map_or_else(|| cluster.clone(), |id| cluster.on_behalf_of(id))
+    }
+
     /// Deletes the objects that the selector matches.
     fn delete_collection(&self, target: &Target, dry_run: bool) -> Result<(), StatusError> {
-        let cluster = &self.server.cluster;
+        let cluster = &self.writer();
         let (objects, _) = cluster.list(target.kind, &target.namespace, &self.selector(target)?);
         for listed in &objects {
             let meta = &listed.value["metadata"];
@@ -97,7 +103,7 @@ impl RequestContext {
     ) -> Result<Response<ResponseBody>, StatusError> {
         let content_type = self.header(CONTENT_TYPE.as_str()).unwrap_or_default().to_owned();
         let changes = self.json_body(body).await?;
-        let cluster = &self.server.cluster;
+        let cluster = &self.writer();
         let apply = content_type.starts_with("application/apply-patch");
         let patched = cluster.modify(object, dry_run, |now| {
             let next = patch::apply(now, &content_type, &changes)?;
@@ -123,12 +129,12 @@ impl RequestContext {
             "exec" | "attach" | "portforward" => tunnel::upgrade(self, object, name, body),
             "eviction" => {
                 self.json_body(body).await?;
-                self.server.cluster.delete(object, &Value::Null, false)?;
+                self.writer().delete(object, &Value::Null, false)?;
                 self.negotiate(201, &success(&Value::Null))
             }
             "binding" => {
                 let binding = self.json_body(body).await?;
-                self.server.cluster.modify(object, false, |now| {
+                self.writer().modify(object, false, |now| {
                     let mut next = now.clone();
                     next["spec"]["nodeName"] = binding["target"]["name"].clone();
                     Ok(next)
@@ -137,6 +143,25 @@ impl RequestContext {
             }
             _ => Err(StatusError::no_such_path()),
         }
+    }
+
+    /// Reads an object, from the watch cache if the request names a version.
+    async fn get(&self, object: ObjectRef<'_>) -> Result<Arc<Object>, StatusError> {
+        let cluster = &self.server.cluster;
+        let (lag, stuck_at) = {
+            let faults = self.server.faults.borrow();
+            (faults.cache_lag, faults.cache_version)
+        };
+        if let Some(version) = stuck_at {
+            self.check_reached(version)?;
+        }
+        if lag.is_none() {
+            self.check_reached(cluster.version())?;
+        }
+        if lag.is_none() || self.query.get("resourceVersion").is_empty() {
+            return cluster.get(object);
+        }
+        cluster.get_at(object, self.minimum_cached().await?)
     }
 
     fn watch(&self, target: &Target) -> Result<Response<ResponseBody>, StatusError> {
@@ -166,19 +191,50 @@ impl RequestContext {
 
     /// Refuses a request for a version that the cache, which is at `version`, has not reached.
     fn check_reached(&self, version: u64) -> Result<(), StatusError> {
-        let minimum: u64 = self.query.get("resourceVersion").parse().unwrap_or(0);
+        let minimum = self.minimum_version();
         if minimum <= version {
             return Ok(());
         }
-        let message = format!("Too large resource version: {minimum}, current: {version}");
-        Err(StatusError::new(504, "Timeout", message))
+        Err(StatusError::too_large_version(minimum, version))
     }
 
-    fn list(&self, target: &Target) -> Result<Response<ResponseBody>, StatusError> {
-        let cluster = &self.server.cluster;
-        let (mut objects, mut version) =
-            cluster.list(target.kind, &target.namespace, &self.selector(target)?);
+    fn minimum_version(&self) -> u64 {
+        self.query.get("resourceVersion").parse().unwrap_or(0)
+    }
+
+    /// The version of the watch cache when it has reached that of the request.
+    async fn minimum_cached(&self) -> Result<u64, StatusError> {
+        let minimum = self.minimum_version();
+        let reached = self.server.wait_until_cached(minimum).await;
+        reached.map_err(|current| StatusError::too_large_version(minimum, current))
+    }
+
+    /// The objects of a LIST and their version, from the watch cache or from the store.
+    async fn listed(&self, target: &Target) -> Result<(Vec<Arc<Object>>, u64), StatusError> {
+        let (cluster, selector) = (&self.server.cluster, self.selector(target)?);
+        let has = |parameter| !self.query.get(parameter).is_empty();
+        let lags = self.server.faults.borrow().cache_lag.is_some();
+        let cached = if !lags || has("continue") {
+            None
+        } else if has("resourceVersion") {
+            Some(self.minimum_cached().await?)
+        } else {
+            // kube-apiserver reads from the store if its cache does not reach the present version in time
+            // (`storage/cacher/delegator.go`, without `ConsistentListFromCacheSkipTimeoutFallback`).
+            self.server.wait_until_cached(cluster.version()).await.ok()
+        };
+        if let Some(version) = cached {
+            let objects = cluster.list_at(target.kind, &target.namespace, &selector, version);
+            return Ok((objects, version));
+        }
+        let (objects, version) = cluster.list(target.kind, &target.namespace, &selector);
         self.check_reached(version)?;
+        Ok((objects, version))
+    }
+
+    async fn list(&self, target: &Target) -> Result<Response<ResponseBody>, StatusError> {
+        let cluster = &self.server.cluster;
+        let (mut objects, mut version) = self.listed(target).await?;
         let token = self.query.get("continue");
         if !token.is_empty() {
             let token = token.split_once(':').and_then(|(v, key)| Some((v.parse().ok()?, key)));
@@ -244,7 +300,9 @@ impl RequestContext {
         meta: &Value,
     ) -> Response<ResponseBody> {
         let include_object = self.query.get("includeObject");
-        let table = table::table(kind, objects, &table::definitions(kind), include_object, meta);
+        let now = self.server.cluster.clock().now();
+        let columns = table::definitions(kind);
+        let table = table::table(kind, objects, &columns, include_object, meta, now);
         respond(code, JSON, ResponseBody::full(table.to_string()))
     }
 

@@ -64,6 +64,23 @@ pub struct Fault {
     pub until: Option<Duration>,
 }
 
+impl Fault {
+    /// Whether the endpoint may still be ill at the end of the scenario.
+    pub(crate) fn lasts(&self) -> bool {
+        let ends = matches!(self.kind, FaultKind::ForgetFlows { .. } | FaultKind::Goaway(_));
+        self.until.is_none() && !ends
+    }
+
+    /// Whether packets of established connections do not arrive for ever.
+    pub(crate) fn drops_packets(&self) -> bool {
+        match self.kind {
+            FaultKind::Blackhole | FaultKind::BlackholeOneWay => self.until.is_none(),
+            FaultKind::ForgetFlows { dropped } => dropped != [false; 2],
+            _ => false,
+        }
+    }
+}
+
 impl World {
     /// Adds the events of the faults.
     pub(crate) fn schedule_faults(&mut self) {

@@ -38,6 +38,8 @@ pub struct Findings {
     pub longest_lease: Duration,
     /// Renewals that failed.
     pub failed_leases: u64,
+    /// Leaders that have lost their lease. No promise has a bound for it: [`Self::longest_lease`] has one.
+    pub leaders_lost: u64,
     /// Clients that were stopped.
     pub clients_stopped: u64,
     /// Rules that hold in every scenario and were broken.
@@ -73,6 +75,10 @@ impl Findings {
         self.writes += 1;
         self.failed_writes += u64::from(!ok);
         self.slowest_write = self.slowest_write.max(took);
+    }
+
+    pub(crate) fn write_open(&mut self, since: Duration) {
+        self.slowest_write = self.slowest_write.max(since);
     }
 
     pub(crate) fn event(&mut self, after: Duration) {

@@ -4,17 +4,18 @@
 //! milliseconds, so thousands of seeds can be tried.
 //!
 //! * [`queue`], [`scheduler`], [`trace`]: virtual time, and the log of a run.
-//! * [`net`]: hosts, links, and TCP with the facts of `TCP_INFO`.
+//! * [`net`]: hosts, links, and TCP with the facts of `TCP_INFO`; byte sockets on it ([`net::sockets`]).
 //! * [`http2`]: what processes send to each other.
 //! * [`apiserver`]: servers over one store.
 //! * [`client`]: Go's HTTP/2 and the clients above it.
+//! * [`peers`], [`checker`]: clients on simulated sockets, and the rules that what they see is compared with.
 //! * [`node`]: jackstay, around the decisions of `jackstay-core`.
 //! * [`faults`], [`scenario`], [`scenarios`], [`invariants`]: what goes wrong, and what must hold.
 
-#![forbid(unsafe_code)]
 #![cfg_attr(not(test), warn(clippy::too_many_lines))]
 
 pub mod apiserver;
+pub mod checker;
 pub mod client;
 pub mod faults;
 pub mod fleet;
@@ -22,6 +23,7 @@ pub mod http2;
 pub mod invariants;
 pub mod net;
 pub mod node;
+pub mod peers;
 pub mod plots;
 pub mod queue;
 pub mod scenario;

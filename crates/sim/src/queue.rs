@@ -34,6 +34,11 @@ impl<E> Queue<E> {
         self.heap.pop().map(|entry| (entry.at, entry.event))
     }
 
+    /// When the first event is due.
+    pub fn next_at(&self) -> Option<Instant> {
+        self.heap.peek().map(|entry| entry.at)
+    }
+
     /// Number of events that were added so far.
     pub fn added(&self) -> u64 {
         self.added

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use crate::apiserver::ServerTimer;
 use crate::client::ClientTimer;
-use crate::net::{NetEvent, ProcessId};
+use crate::net::{NetEvent, ProcessId, Schedule};
 use crate::node::NodeTimer;
 use crate::queue::Queue;
 use crate::trace::{Entry, Trace};
@@ -110,5 +110,23 @@ impl Scheduler {
     /// A random part of a duration.
     pub fn random_part(&mut self, of: Duration) -> Duration {
         of.mul_f64(self.rng.f64())
+    }
+}
+
+impl Schedule for Scheduler {
+    fn now(&self) -> Instant {
+        self.now
+    }
+
+    fn rng(&mut self) -> &mut fastrand::Rng {
+        &mut self.rng
+    }
+
+    fn queue(&mut self, at: Instant, event: NetEvent) {
+        self.at(at, Event::Net(event));
+    }
+
+    fn record(&mut self, entry: Entry) {
+        self.record(entry);
     }
 }

@@ -111,6 +111,18 @@ pub enum Entry {
         server: u8,
         what: &'static str,
     },
+    Listens {
+        process: u16,
+        port: u16,
+    },
+    Accepted {
+        connection: u32,
+        process: u16,
+    },
+    Process {
+        process: u16,
+        what: &'static str,
+    },
 }
 
 impl fmt::Display for Entry {
@@ -182,6 +194,13 @@ impl fmt::Display for Entry {
             }
             Self::Relist { client } => write!(f, "client {client}: lists again"),
             Self::Server { server, what } => write!(f, "server {server}: {what}"),
+            Self::Listens { process, port } => {
+                write!(f, "process {process}: listens on port {port}")
+            }
+            Self::Accepted { connection, process } => {
+                write!(f, "connection {connection}: process {process} may accept it")
+            }
+            Self::Process { process, what } => write!(f, "process {process}: {what}"),
         }
     }
 }

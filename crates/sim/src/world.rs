@@ -7,7 +7,7 @@ use jackstay_core::pool::UNAVAILABLE_AFTER;
 
 use crate::apiserver::{Apiserver, Resource, Store};
 use crate::client::{Client, Surroundings};
-use crate::faults::{Fault, FaultKind};
+use crate::faults::Fault;
 use crate::http2::Write;
 use crate::invariants::Findings;
 use crate::net::{HostId, Network, ProcessId, ProcessState};
@@ -261,14 +261,7 @@ impl World {
     fn check_nodes(&mut self) {
         for (number, node) in self.nodes.iter().enumerate() {
             for (server, state) in node.endpoint_states().enumerate() {
-                let lasts = |fault: &Fault| {
-                    let ends = fault.until.is_some()
-                        || matches!(
-                            fault.kind,
-                            FaultKind::ForgetFlows { .. } | FaultKind::Goaway(_)
-                        );
-                    fault.server == server && !ends
-                };
+                let lasts = |fault: &Fault| fault.server == server && fault.lasts();
                 if state != EndpointState::Ready && !self.faults.iter().any(lasts) {
                     let state = state.as_str();
                     let text = format!("node {number}: endpoint {server} is {state} at the end");

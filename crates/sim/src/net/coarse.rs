@@ -7,18 +7,17 @@ use std::time::{Duration, Instant};
 use jackstay_core::tcp_info::TcpInfo;
 
 use super::tcp::{Content, MIN_RTO, Segment, Side};
-use super::{ConnectionId, HostId, NetEvent, Network};
-use crate::scheduler::{Event, Scheduler};
+use super::{ConnectionId, HostId, NetEvent, Network, Payload, Schedule};
 
-impl Network {
+impl<P: Payload> Network<P> {
     /// Sends a message or FIN.
     pub(super) fn send_message(
         &mut self,
-        s: &mut Scheduler,
+        s: &mut impl Schedule,
         id: ConnectionId,
         from: Side,
         bytes: u32,
-        content: Content,
+        content: Content<P>,
     ) {
         if !self.connections.contains(id) {
             return;
@@ -29,24 +28,24 @@ impl Network {
             return;
         }
         let is_acknowledged = !self.link(receives, sends).blocked;
-        let arrival = self.link(sends, receives).arrival(bytes, s.now, &mut s.rng);
+        let arrival = self.link(sends, receives).arrival(bytes, s.now(), s.rng());
         let sender = self.connections[id].end(from);
         sender.segments_out += 1;
         if is_acknowledged && arrival.is_some() {
             sender.segments_in += 1;
-            sender.last_segment = s.now;
+            sender.last_segment = s.now();
             sender.bytes_acked += u64::from(bytes);
         } else {
-            sender.lost_since = Some(s.now);
+            sender.lost_since = Some(s.now());
         }
         let Some(at) = arrival else { return };
         let at = at.max(sender.last_arrival);
         sender.last_arrival = at;
-        sender.in_flight.push_back(Segment { bytes: 0, content, repeated: false });
-        s.at(at, Event::Net(NetEvent::Message { id, from }));
+        sender.in_flight.push_back(Segment::new(0, content));
+        s.queue(at, NetEvent::Message { id, from });
     }
 
-    pub(super) fn message_arrives(&mut self, s: &mut Scheduler, id: ConnectionId, from: Side) {
+    pub(super) fn message_arrives(&mut self, s: &mut impl Schedule, id: ConnectionId, from: Side) {
         let (sender, receiver) = self.connections[id].both(from);
         let Some(segment) = sender.in_flight.pop_front() else { return };
         if receiver.closed {
@@ -57,12 +56,12 @@ impl Network {
         }
         receiver.segments_in += 1;
         receiver.data_segments_in += 1;
-        (receiver.last_segment, receiver.last_data) = (s.now, s.now);
+        (receiver.last_segment, receiver.last_data) = (s.now(), s.now());
         receiver.unread.push_back((0, segment.content));
         self.deliver(s, id, from.other());
     }
 
-    pub(super) fn close_coarsely(&mut self, s: &mut Scheduler, id: ConnectionId, side: Side) {
+    pub(super) fn close_coarsely(&mut self, s: &mut impl Schedule, id: ConnectionId, side: Side) {
         self.send_message(s, id, side, 40, Content::Fin);
         if self.connections.contains(id) {
             let end = self.connections[id].end(side);
@@ -72,7 +71,7 @@ impl Network {
         }
     }
 
-    pub(super) fn probe_coarsely(&mut self, s: &Scheduler, id: ConnectionId, side: Side) {
+    pub(super) fn probe_coarsely(&mut self, s: &impl Schedule, id: ConnectionId, side: Side) {
         if !self.connections.contains(id) {
             return;
         }
@@ -81,7 +80,7 @@ impl Network {
         let is_open = !self.link(sends, receives).blocked && !self.link(receives, sends).blocked;
         let end = self.connections[id].end(side);
         if is_open {
-            (end.probes, end.last_segment) = (0, s.now);
+            (end.probes, end.last_segment) = (0, s.now());
             end.segments_in += 1;
         } else {
             end.probes = end.probes.saturating_add(1);
@@ -113,7 +112,7 @@ impl Network {
 
     /// The paths to a server work again: connections with a lost packet, and those of which only one end is closed, are
     /// reset.
-    pub(crate) fn reset_lost(&mut self, s: &mut Scheduler, host: HostId) {
+    pub(crate) fn reset_lost(&mut self, s: &mut impl Schedule, host: HostId) {
         for id in self.connections.ids() {
             if !self.coarse || !self.connections.contains(id) {
                 continue;
@@ -125,7 +124,7 @@ impl Network {
                 continue;
             }
             for to in [Side::Client, Side::Server] {
-                s.at(s.now, Event::Net(NetEvent::Reset { id, to }));
+                s.queue(s.now(), NetEvent::Reset { id, to });
             }
         }
     }

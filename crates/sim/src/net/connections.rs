@@ -6,12 +6,18 @@ use super::ConnectionId;
 use super::tcp::Connection;
 
 /// The connections.
-#[derive(Debug, Default)]
-pub(super) struct Connections(Vec<Option<Box<Connection>>>);
+#[derive(Debug)]
+pub(super) struct Connections<P>(Vec<Option<Box<Connection<P>>>>);
 
-impl Connections {
+impl<P> Default for Connections<P> {
+    fn default() -> Self {
+        Self(Vec::new())
+    }
+}
+
+impl<P> Connections<P> {
     /// Adds a connection. Returns its number.
-    pub(super) fn push(&mut self, connection: Connection) -> ConnectionId {
+    pub(super) fn push(&mut self, connection: Connection<P>) -> ConnectionId {
         self.0.push(Some(Box::new(connection)));
         (self.0.len() - 1) as ConnectionId
     }
@@ -32,21 +38,21 @@ impl Connections {
     }
 
     /// All connections.
-    pub(super) fn iter_mut(&mut self) -> impl Iterator<Item = &mut Connection> {
+    pub(super) fn iter_mut(&mut self) -> impl Iterator<Item = &mut Connection<P>> {
         self.0.iter_mut().filter_map(|connection| connection.as_deref_mut())
     }
 }
 
-impl Index<ConnectionId> for Connections {
-    type Output = Connection;
+impl<P> Index<ConnectionId> for Connections<P> {
+    type Output = Connection<P>;
 
-    fn index(&self, id: ConnectionId) -> &Connection {
+    fn index(&self, id: ConnectionId) -> &Connection<P> {
         self.0[id as usize].as_deref().expect("the connection is not forgotten")
     }
 }
 
-impl IndexMut<ConnectionId> for Connections {
-    fn index_mut(&mut self, id: ConnectionId) -> &mut Connection {
+impl<P> IndexMut<ConnectionId> for Connections<P> {
+    fn index_mut(&mut self, id: ConnectionId) -> &mut Connection<P> {
         self.0[id as usize].as_deref_mut().expect("the connection is not forgotten")
     }
 }

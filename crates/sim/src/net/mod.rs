@@ -5,20 +5,28 @@
 
 mod coarse;
 mod connections;
+mod lifecycle;
 mod link;
+mod payload;
+mod segments;
+mod socket_state;
+pub mod sockets;
 mod tcp;
 
 use std::collections::VecDeque;
+use std::io;
+use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use jackstay_core::tcp_info::TcpInfo;
 
 use self::connections::Connections;
 pub use self::link::Link;
+pub use self::payload::{Payload, Schedule};
+pub use self::socket_state::{Keepalive, SocketOptions};
 pub use self::tcp::Side;
 use self::tcp::{Connection, Content, End, Segment};
 use crate::http2::Frame;
-use crate::scheduler::{Event, Scheduler};
 use crate::trace::Entry;
 
 /// A host.
@@ -51,10 +59,13 @@ pub enum NetEvent {
     Syn { id: ConnectionId },
     SynTimeout { id: ConnectionId, retries: u8 },
     SynAnswer { id: ConnectionId },
+    SynAnswerTimeout { id: ConnectionId, retries: u8 },
+    Established { id: ConnectionId },
     Segment { id: ConnectionId, from: Side, number: u64 },
     Ack { id: ConnectionId, to: Side, next: u64, gap: bool, window: u32 },
     Timeout { id: ConnectionId, side: Side },
     Probe { id: ConnectionId, from: Side },
+    Keepalive { id: ConnectionId, side: Side },
     Reset { id: ConnectionId, to: Side },
     Message { id: ConnectionId, from: Side },
 }
@@ -65,10 +76,13 @@ impl NetEvent {
             Self::Syn { id }
             | Self::SynTimeout { id, .. }
             | Self::SynAnswer { id }
+            | Self::SynAnswerTimeout { id, .. }
+            | Self::Established { id }
             | Self::Segment { id, .. }
             | Self::Ack { id, .. }
             | Self::Timeout { id, .. }
             | Self::Probe { id, .. }
+            | Self::Keepalive { id, .. }
             | Self::Reset { id, .. }
             | Self::Message { id, .. } => id,
         }
@@ -77,22 +91,22 @@ impl NetEvent {
 
 /// An event on a connection, and the process that receives it.
 #[derive(Debug)]
-pub struct Delivery {
+pub struct Delivery<P = Frame> {
     /// The process.
     pub process: ProcessId,
     /// The connection.
     pub id: ConnectionId,
     /// What has happened.
-    pub what: Arrival,
+    pub what: Arrival<P>,
 }
 
 /// What has happened on a connection.
 #[derive(Debug)]
-pub enum Arrival {
+pub enum Arrival<P = Frame> {
     /// The connect has succeeded.
     Connected,
     /// A message.
-    Frame(Frame),
+    Frame(P),
     /// The peer has closed the connection.
     Ended,
     /// The connection was reset or refused, or the connect has timed out.
@@ -100,8 +114,8 @@ pub enum Arrival {
 }
 
 /// The network.
-#[derive(Debug, Default)]
-pub struct Network {
+#[derive(Debug)]
+pub struct Network<P = Frame> {
     hosts: usize,
     /// Links to each server: from each host.
     to_servers: Vec<Link>,
@@ -109,18 +123,22 @@ pub struct Network {
     from_servers: Vec<Link>,
     loopback: Vec<Link>,
     processes: Vec<(HostId, ProcessState)>,
-    connections: Connections,
+    connections: Connections<P>,
     /// Connections are not made of segments; see [`coarse`].
     coarse: bool,
     /// SYNs that have arrived at each server.
     pub connects: Vec<u64>,
     /// What the world has to pass to processes, oldest first.
-    pub deliveries: VecDeque<Delivery>,
+    pub deliveries: VecDeque<Delivery<P>>,
     /// Packets that were sent.
     pub packets: u64,
+    /// Bytes that were sent.
+    pub bytes: u64,
+    /// The tasks that wait for a socket whose state has changed, in this order.
+    wakers: Vec<Waker>,
 }
 
-impl Network {
+impl<P: Payload> Network<P> {
     /// A network of this number of hosts, of which the first ones are servers. Clients on a host reach their own host and
     /// the servers.
     pub fn new(hosts: usize, servers: usize) -> Self {
@@ -130,8 +148,14 @@ impl Network {
             to_servers: links.clone(),
             from_servers: links,
             loopback: vec![Link::loopback(); hosts],
+            processes: Vec::new(),
+            connections: Connections::default(),
+            coarse: false,
             connects: vec![0; servers],
-            ..Self::default()
+            deliveries: VecDeque::new(),
+            packets: 0,
+            bytes: 0,
+            wakers: Vec::new(),
         }
     }
 
@@ -186,17 +210,30 @@ impl Network {
     /// Connects to a process that accepts connections. `thin`: with `TCP_THIN_LINEAR_TIMEOUTS`.
     pub fn connect(
         &mut self,
-        s: &mut Scheduler,
+        s: &mut impl Schedule,
         from: ProcessId,
         to: ProcessId,
         thin: bool,
     ) -> ConnectionId {
-        let (client, server) = (self.host_of(from), self.host_of(to));
+        let id = self.add_connection(s, from, (self.host_of(to), to), thin);
+        self.send_syn(s, id, 0);
+        id
+    }
+
+    /// Adds a connection, before its SYN.
+    fn add_connection(
+        &mut self,
+        s: &mut impl Schedule,
+        from: ProcessId,
+        (server, to): (HostId, ProcessId),
+        thin: bool,
+    ) -> ConnectionId {
+        let client = self.host_of(from);
         let rtt = self.link(client, server).latency + self.link(server, client).latency;
         let id = self.connections.push(Connection {
             ends: [
-                End::new(client, from, thin, rtt, s.now),
-                End::new(server, to, false, rtt, s.now),
+                End::new(client, from, thin, rtt, s.now()),
+                End::new(server, to, false, rtt, s.now()),
             ],
             local: client == server,
             established: false,
@@ -204,35 +241,36 @@ impl Network {
             forgotten: false,
         });
         s.record(Entry::Connect { connection: id, from, to: server });
-        self.send_syn(s, id, 0);
         id
     }
 
-    /// Sends a message.
-    pub fn send(&mut self, s: &mut Scheduler, id: ConnectionId, side: Side, frame: Frame) {
+    /// Sends what is one segment.
+    fn send_payload(
+        &mut self,
+        s: &mut impl Schedule,
+        id: ConnectionId,
+        side: Side,
+        (bytes, payload): (u32, P),
+    ) {
         if self.coarse {
-            return self.send_message(s, id, side, frame.bytes(), Content::Message(frame));
+            return self.send_message(s, id, side, bytes, Content::Message(payload));
         }
-        let segment =
-            Segment { bytes: frame.bytes(), content: Content::Message(frame), repeated: false };
-        self.queue_segment(s, id, side, segment);
+        self.queue_segment(s, id, side, Segment::new(bytes, Content::Message(payload)));
     }
 
     /// Closes a connection after what was sent.
-    pub fn close(&mut self, s: &mut Scheduler, id: ConnectionId, side: Side) {
+    pub fn close(&mut self, s: &mut impl Schedule, id: ConnectionId, side: Side) {
         if self.coarse {
             return self.close_coarsely(s, id, side);
         }
-        let segment = Segment { bytes: 1, content: Content::Fin, repeated: false };
-        self.queue_segment(s, id, side, segment);
+        self.queue_segment(s, id, side, Segment::fin());
         let end = self.connections[id].end(side);
         end.closed = true;
-        end.unread.clear();
-        end.unread_bytes = 0;
+        end.clear_unread();
     }
 
     /// Resets a connection.
-    pub fn abort(&mut self, s: &mut Scheduler, id: ConnectionId, side: Side) {
+    pub fn abort(&mut self, s: &mut impl Schedule, id: ConnectionId, side: Side) {
         if !self.connections.contains(id) {
             return;
         }
@@ -246,7 +284,7 @@ impl Network {
     }
 
     /// Sends a keepalive probe, which the peer's kernel answers.
-    pub fn probe(&mut self, s: &mut Scheduler, id: ConnectionId, side: Side) {
+    pub fn probe(&mut self, s: &mut impl Schedule, id: ConnectionId, side: Side) {
         if self.coarse {
             return self.probe_coarsely(s, id, side);
         }
@@ -276,7 +314,7 @@ impl Network {
     }
 
     /// Stops a process, lets it continue, kills or restarts it. Its kernel closes the connections of a killed one.
-    pub fn set_process(&mut self, s: &mut Scheduler, process: ProcessId, state: ProcessState) {
+    pub fn set_process(&mut self, s: &mut impl Schedule, process: ProcessId, state: ProcessState) {
         self.processes[usize::from(process)].1 = state;
         for id in self.connections.ids() {
             for side in [Side::Client, Side::Server] {
@@ -302,32 +340,14 @@ impl Network {
     }
 
     /// Takes in an event.
-    pub fn handle(&mut self, s: &mut Scheduler, event: NetEvent) {
+    pub fn handle(&mut self, s: &mut impl Schedule, event: NetEvent) {
         if !self.connections.contains(event.connection()) {
             return;
         }
         match event {
             NetEvent::Syn { id } => self.syn_arrives(s, id),
-            NetEvent::SynTimeout { id, retries } => {
-                let connection = &mut self.connections[id];
-                if connection.established || connection.ends[0].closed {
-                    return;
-                }
-                if retries > SYN_RETRIES {
-                    return self.reset_arrives(s, id, Side::Client);
-                }
-                self.send_syn(s, id, retries);
-            }
-            NetEvent::SynAnswer { id } => {
-                let connection = &mut self.connections[id];
-                let end = &mut connection.ends[0];
-                end.last_segment = s.now;
-                if !std::mem::replace(&mut connection.established, true) && !end.closed {
-                    let process = end.process;
-                    s.record(Entry::ConnectEnded { connection: id, ok: true });
-                    self.deliveries.push_back(Delivery { process, id, what: Arrival::Connected });
-                }
-            }
+            NetEvent::SynTimeout { id, retries } => self.syn_times_out(s, id, retries),
+            NetEvent::SynAnswer { id } => self.syn_answer_arrives(s, id),
             NetEvent::Segment { id, from, number } => self.segment_arrives(s, id, from, number),
             NetEvent::Ack { id, to, next, gap, window } => {
                 self.ack_arrives(s, id, to, (next, gap, window));
@@ -336,8 +356,8 @@ impl Network {
             NetEvent::Probe { id, from } => {
                 let end = self.connections[id].end(from.other());
                 end.segments_in += 1;
-                end.last_segment = s.now;
-                if end.closed {
+                end.last_segment = s.now();
+                if end.closed && (!P::IS_READ || end.socket.reset) {
                     self.packet(s, id, from.other(), 40, NetEvent::Reset { id, to: from });
                 } else {
                     self.send_ack(s, id, from.other());
@@ -345,6 +365,10 @@ impl Network {
             }
             NetEvent::Reset { id, to } => self.reset_arrives(s, id, to),
             NetEvent::Message { id, from } => self.message_arrives(s, id, from),
+            NetEvent::SynAnswerTimeout { id, retries } => self.syn_answer_times_out(s, id, retries),
+            NetEvent::Keepalive { id, side } => self.keepalive_due(s, id, side),
+            // The layer of sockets accepts the connection before this.
+            NetEvent::Established { id } => self.connections[id].ends[1].last_segment = s.now(),
         }
     }
 
@@ -352,244 +376,62 @@ impl Network {
         self.processes[usize::from(process)].0
     }
 
-    fn send_syn(&mut self, s: &mut Scheduler, id: ConnectionId, retries: u8) {
+    fn send_syn(&mut self, s: &mut impl Schedule, id: ConnectionId, retries: u8) {
+        let is_first = retries == 0;
+        self.connections[id].ends[0].socket.handshake_at = is_first.then(|| s.now());
         self.packet(s, id, Side::Client, 60, NetEvent::Syn { id });
         let pause = SYN_TIMEOUT * (1 << retries);
-        s.after(pause, Event::Net(NetEvent::SynTimeout { id, retries: retries + 1 }));
+        s.queue(s.now() + pause, NetEvent::SynTimeout { id, retries: retries + 1 });
     }
 
-    fn syn_arrives(&mut self, s: &mut Scheduler, id: ConnectionId) {
+    fn syn_times_out(&mut self, s: &mut impl Schedule, id: ConnectionId, retries: u8) {
+        let connection = &self.connections[id];
+        if connection.established || connection.ends[0].closed {
+            return self.forget_if_over(id);
+        }
+        if retries <= SYN_RETRIES {
+            self.send_syn(s, id, retries);
+        } else if P::IS_READ {
+            self.fail(s, id, Side::Client, io::ErrorKind::TimedOut);
+        } else {
+            self.reset_arrives(s, id, Side::Client);
+        }
+    }
+
+    fn syn_arrives(&mut self, s: &mut impl Schedule, id: ConnectionId) {
         let end = &mut self.connections[id].ends[1];
-        let (host, process) = (end.host, end.process);
-        end.last_segment = s.now;
+        let (host, process, is_answered) = (end.host, end.process, end.socket.answered);
+        end.last_segment = s.now();
         if let Some(count) = self.connects.get_mut(usize::from(host)) {
             *count += 1;
         }
-        if self.process(process) == ProcessState::Dead {
+        let accepts =
+            if P::IS_READ { is_answered } else { self.process(process) != ProcessState::Dead };
+        if !accepts {
             self.connections[id].ends[1].closed = true;
             return self.packet(s, id, Side::Server, 40, NetEvent::Reset { id, to: Side::Client });
         }
         self.packet(s, id, Side::Server, 60, NetEvent::SynAnswer { id });
     }
 
-    /// Sends a packet, unless it is lost. Packets of one direction do not overtake each other.
-    fn packet(
-        &mut self,
-        s: &mut Scheduler,
-        id: ConnectionId,
-        from: Side,
-        bytes: u32,
-        event: NetEvent,
-    ) {
-        self.packets += 1;
+    fn syn_answer_arrives(&mut self, s: &mut impl Schedule, id: ConnectionId) {
         let connection = &mut self.connections[id];
-        let (sender, receiver) = connection.both(from);
-        let (sends, receives) = (sender.host, receiver.host);
-        if connection.dropped[from as usize] {
-            return;
+        let end = &mut connection.ends[0];
+        end.last_segment = s.now();
+        if P::IS_READ {
+            return self.complete_connect(s, id);
         }
-        if connection.forgotten && !matches!(event, NetEvent::Reset { .. }) {
-            // The device answers in place of the peer.
-            return s.at(s.now, Event::Net(NetEvent::Reset { id, to: from }));
-        }
-        let Some(at) = self.link(sends, receives).arrival(bytes, s.now, &mut s.rng) else { return };
-        let end = self.connections[id].end(from);
-        end.last_arrival = at.max(end.last_arrival);
-        let at = end.last_arrival;
-        s.at(at, Event::Net(event));
-    }
-
-    fn queue_segment(&mut self, s: &mut Scheduler, id: ConnectionId, side: Side, segment: Segment) {
-        let end = self.connections[id].end(side);
-        if end.closed {
-            return;
-        }
-        end.unsent.push_back(segment);
-        self.send_queued(s, id, side);
-    }
-
-    /// Sends what the window allows.
-    fn send_queued(&mut self, s: &mut Scheduler, id: ConnectionId, side: Side) {
-        loop {
-            let end = self.connections[id].end(side);
-            if !end.may_send() {
-                break;
-            }
-            let Some(segment) = end.unsent.pop_front() else { break };
-            let number = end.first + end.in_flight.len() as u64;
-            end.bytes_in_flight += segment.bytes;
-            end.in_flight.push_back(segment);
-            self.transmit(s, id, side, number);
-        }
-        self.arm_timer(s, id, side);
-    }
-
-    fn transmit(&mut self, s: &mut Scheduler, id: ConnectionId, from: Side, number: u64) {
-        let end = self.connections[id].end(from);
-        end.segments_out += 1;
-        let bytes = end.in_flight[(number - end.first) as usize].bytes;
-        self.packet(s, id, from, bytes, NetEvent::Segment { id, from, number });
-    }
-
-    /// Starts the retransmission timer if something waits for an acknowledgement or for the window.
-    fn arm_timer(&mut self, s: &mut Scheduler, id: ConnectionId, side: Side) {
-        let connection = &mut self.connections[id];
-        if connection.local {
-            return;
-        }
-        let end = connection.end(side);
-        if end.in_flight.is_empty() && end.unsent.is_empty() {
-            end.timer_at = None;
-            return;
-        }
-        let at = *end.timer_at.get_or_insert(s.now + end.rto);
-        if !std::mem::replace(&mut end.timer_queued, true) {
-            s.at(at, Event::Net(NetEvent::Timeout { id, side }));
+        if !std::mem::replace(&mut connection.established, true) && !end.closed {
+            let process = end.process;
+            s.record(Entry::ConnectEnded { connection: id, ok: true });
+            self.deliveries.push_back(Delivery { process, id, what: Arrival::Connected });
         }
     }
+}
 
-    fn timeout(&mut self, s: &mut Scheduler, id: ConnectionId, side: Side) {
-        let end = self.connections[id].end(side);
-        end.timer_queued = false;
-        let Some(at) = end.timer_at else { return };
-        if at > s.now {
-            return self.arm_timer(s, id, side);
-        }
-        end.timed_out();
-        end.timer_at = None;
-        if let Some(first) = end.in_flight.front_mut() {
-            first.repeated = true;
-            end.retransmitted += 1;
-            let (number, count) = (end.first, end.retransmits);
-            s.record(Entry::Retransmit { connection: id, count });
-            self.transmit(s, id, side, number);
-        } else {
-            // The window is closed.
-            self.probe(s, id, side);
-        }
-        self.arm_timer(s, id, side);
-    }
-
-    fn segment_arrives(&mut self, s: &mut Scheduler, id: ConnectionId, from: Side, number: u64) {
-        let connection = &mut self.connections[id];
-        let local = connection.local;
-        let (sender, receiver) = connection.both(from);
-        receiver.segments_in += 1;
-        receiver.data_segments_in += 1;
-        receiver.last_segment = s.now;
-        if receiver.closed {
-            // What arrives for a closed socket resets the connection, except if both sides have closed it.
-            if sender.closed {
-                receiver.next = receiver.next.max(number + 1);
-                return self.send_ack(s, id, from.other());
-            }
-            return self.packet(s, id, from.other(), 40, NetEvent::Reset { id, to: from });
-        }
-        if number > receiver.next {
-            receiver.out_of_order += 1;
-            if let Err(at) = receiver.early.binary_search(&number) {
-                receiver.early.insert(at, number);
-            }
-        } else if number == receiver.next {
-            receiver.last_data = s.now;
-            loop {
-                let Some((bytes, content)) = sender.take(receiver.next) else { break };
-                receiver.next += 1;
-                receiver.unread_bytes += bytes;
-                receiver.unread.push_back((bytes, content));
-                if receiver.early.first() != Some(&receiver.next) {
-                    break;
-                }
-                receiver.early.remove(0);
-            }
-        }
-        if local {
-            sender.acknowledged(receiver.next);
-            sender.last_segment = s.now;
-            self.deliver(s, id, from.other());
-            return self.send_queued(s, id, from);
-        }
-        self.deliver(s, id, from.other());
-        self.send_ack(s, id, from.other());
-    }
-
-    fn send_ack(&mut self, s: &mut Scheduler, id: ConnectionId, from: Side) {
-        let end = self.connections[id].end(from);
-        let (next, gap, window) = (end.next, !end.early.is_empty(), end.receive_window());
-        let to = from.other();
-        self.packet(s, id, from, 40, NetEvent::Ack { id, to, next, gap, window });
-    }
-
-    fn ack_arrives(
-        &mut self,
-        s: &mut Scheduler,
-        id: ConnectionId,
-        to: Side,
-        (next, gap, window): (u64, bool, u32),
-    ) {
-        let end = self.connections[id].end(to);
-        end.segments_in += 1;
-        end.last_segment = s.now;
-        end.probes = 0;
-        end.window = window;
-        if end.acknowledged(next) || end.in_flight.is_empty() {
-            end.path_works();
-            end.timer_at = None;
-        }
-        // A later segment has arrived, so the first one is lost (RACK).
-        if gap
-            && end.first == next
-            && let Some(first) = end.in_flight.front_mut()
-            && !std::mem::replace(&mut first.repeated, true)
-        {
-            end.retransmitted += 1;
-            let number = end.first;
-            self.transmit(s, id, to, number);
-        }
-        self.send_queued(s, id, to);
-    }
-
-    fn reset_arrives(&mut self, s: &mut Scheduler, id: ConnectionId, to: Side) {
-        let connection = &mut self.connections[id];
-        let end = connection.end(to);
-        end.last_segment = s.now;
-        if end.closed {
-            return end.clear();
-        }
-        end.clear();
-        end.unread.push_back((0, Content::Reset));
-        self.deliver(s, id, to);
-    }
-
-    /// Passes what has arrived to the process, if it runs.
-    fn deliver(&mut self, s: &mut Scheduler, id: ConnectionId, side: Side) {
-        let end = self.connections[id].end(side);
-        let process = end.process;
-        if end.closed || self.processes[usize::from(process)].1 != ProcessState::Running {
-            return;
-        }
-        let was_closed = end.receive_window() < tcp::MIN_WINDOW;
-        while let Some((bytes, content)) = end.unread.pop_front() {
-            end.unread_bytes -= bytes;
-            let what = match content {
-                Content::Message(frame) => Arrival::Frame(frame),
-                Content::Fin => {
-                    end.peer_ended = true;
-                    s.record(Entry::Closed { connection: id, reset: false });
-                    Arrival::Ended
-                }
-                Content::Reset => {
-                    end.closed = true;
-                    s.record(Entry::Closed { connection: id, reset: true });
-                    Arrival::Lost
-                }
-                Content::Taken => continue,
-            };
-            self.deliveries.push_back(Delivery { process, id, what });
-        }
-        if was_closed {
-            self.send_ack(s, id, side);
-        }
-        self.forget_if_closed(id);
+impl Network {
+    /// Sends a message.
+    pub fn send(&mut self, s: &mut impl Schedule, id: ConnectionId, side: Side, frame: Frame) {
+        self.send_payload(s, id, side, (frame.bytes(), frame));
     }
 }

@@ -1,6 +1,7 @@
 //! The state of a TCP connection: two ends, each with what it sends and receives.
 //!
 //! A message is one segment, however long it is: segmentation offload sends it in one piece, and it is lost as a whole.
+//! Bytes of a socket are cut to segments of at most [`MAX_SEGMENT`], for the same reason.
 //! The network keeps the order of packets. Each end knows at once what it could learn from SACK.
 
 use std::collections::VecDeque;
@@ -8,8 +9,9 @@ use std::time::{Duration, Instant};
 
 use jackstay_core::tcp_info::TcpInfo;
 
+use super::payload::Payload;
+use super::socket_state::SocketState;
 use super::{HostId, ProcessId};
-use crate::http2::Frame;
 
 /// Bytes that a receiver's kernel holds for its process.
 pub(super) const RECEIVE_BUFFER: u32 = 256 * 1024;
@@ -17,6 +19,11 @@ pub(super) const RECEIVE_BUFFER: u32 = 256 * 1024;
 pub(super) const MAX_IN_FLIGHT: u32 = 256 * 1024;
 /// The shortest retransmission timeout (Linux, `TCP_RTO_MIN`).
 pub(super) const MIN_RTO: Duration = Duration::from_millis(200);
+/// Bytes of a socket that are one segment at most. Segmentation offload sends up to 64 KiB in one piece; a quarter of it
+/// keeps the effect of a lost packet small, and a bulk transfer is not thousands of events.
+pub(super) const MAX_SEGMENT: u32 = 16 * 1024;
+/// Bytes of a socket that are unsent or unacknowledged at most (`net.ipv4.tcp_wmem` lets them grow to 4 MiB).
+pub(super) const SEND_BUFFER: u32 = 256 * 1024;
 /// The longest retransmission timeout (Linux, `TCP_RTO_MAX`).
 const MAX_RTO: Duration = Duration::from_secs(120);
 /// Retransmissions of a thin stream whose timeout does not double (Linux, `TCP_THIN_LINEAR_RETRIES`).
@@ -24,6 +31,10 @@ const LINEAR_RETRIES: u8 = 6;
 /// A smaller receive window counts as closed.
 pub(super) const MIN_WINDOW: u32 = MSS;
 const MSS: u32 = 1448;
+/// Time without an acknowledgement after which the kernel closes a connection (Linux, `tcp_retries2` of 15), and one
+/// whose socket the process has closed (8 retransmissions). Linux compares times, too (`retransmits_timed_out`).
+const MAX_STALL: Duration = Duration::from_millis(924_600);
+const MAX_STALL_OF_CLOSED: Duration = Duration::from_millis(102_200);
 
 /// One of the two ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -47,25 +58,36 @@ impl Side {
 
 /// What a segment contains. The receiver takes it, so that later copies of the segment are empty.
 #[derive(Debug)]
-pub(super) enum Content {
-    Message(Frame),
+pub(super) enum Content<P> {
+    Message(P),
     Fin,
     Reset,
     Taken,
 }
 
 #[derive(Debug)]
-pub(super) struct Segment {
+pub(super) struct Segment<P> {
     pub(super) bytes: u32,
-    pub(super) content: Content,
+    pub(super) content: Content<P>,
     /// It was sent again and may still arrive.
     pub(super) repeated: bool,
+    pub(super) sent_at: Option<Instant>,
+}
+
+impl<P> Segment<P> {
+    pub(super) fn new(bytes: u32, content: Content<P>) -> Self {
+        Self { bytes, content, repeated: false, sent_at: None }
+    }
+
+    pub(super) fn fin() -> Self {
+        Self::new(1, Content::Fin)
+    }
 }
 
 /// One end of a connection.
 #[derive(Debug)]
 #[allow(clippy::struct_excessive_bools)] // independent facts
-pub(super) struct End {
+pub(super) struct End<P> {
     pub(super) host: HostId,
     pub(super) process: ProcessId,
     /// The process has closed its socket, or knows that it was reset.
@@ -74,8 +96,8 @@ pub(super) struct End {
     pub(super) peer_ended: bool,
     /// `TCP_THIN_LINEAR_TIMEOUTS`.
     pub(super) thin: bool,
-    pub(super) unsent: VecDeque<Segment>,
-    pub(super) in_flight: VecDeque<Segment>,
+    pub(super) unsent: VecDeque<Segment<P>>,
+    pub(super) in_flight: VecDeque<Segment<P>>,
     /// Number of the first segment in flight.
     pub(super) first: u64,
     pub(super) bytes_in_flight: u32,
@@ -95,7 +117,7 @@ pub(super) struct End {
     pub(super) next: u64,
     /// The segments that arrived after a lost one.
     pub(super) early: Vec<u64>,
-    pub(super) unread: VecDeque<(u32, Content)>,
+    pub(super) unread: VecDeque<(u32, Content<P>)>,
     pub(super) unread_bytes: u32,
     pub(super) segments_in: u32,
     pub(super) data_segments_in: u32,
@@ -104,9 +126,12 @@ pub(super) struct End {
     pub(super) last_data: Instant,
     /// When the last packet from this end arrives; later ones do not overtake it.
     pub(super) last_arrival: Instant,
+    pub(super) unsent_bytes: u32,
+    /// Unused if the payload is not read.
+    pub(super) socket: SocketState,
 }
 
-impl End {
+impl<P: Payload> End<P> {
     pub(super) fn new(
         host: HostId,
         process: ProcessId,
@@ -146,6 +171,8 @@ impl End {
             last_segment: now,
             last_data: now,
             last_arrival: now,
+            unsent_bytes: 0,
+            socket: SocketState::default(),
         }
     }
 
@@ -156,22 +183,91 @@ impl End {
         if self.retransmits > 0 && !self.in_flight.is_empty() {
             return false;
         }
+        if P::IS_READ {
+            return self.sendable(segment.bytes) > 0;
+        }
         let bytes = self.bytes_in_flight + segment.bytes;
         self.in_flight.is_empty() && self.window >= segment.bytes.min(MSS)
             || bytes <= MAX_IN_FLIGHT.min(self.window)
     }
 
+    /// The bytes of the next segment that may be sent. Part of it is sent only if that is a full packet or all that the
+    /// window lets through (RFC 9293, section 3.8.6.2.1).
+    fn sendable(&self, bytes: u32) -> u32 {
+        let room = MAX_IN_FLIGHT.min(self.window).saturating_sub(self.bytes_in_flight);
+        if bytes <= room {
+            bytes
+        } else if room >= MSS {
+            room - room % MSS
+        } else if self.in_flight.is_empty() {
+            room
+        } else {
+            0
+        }
+    }
+
+    /// The next segment, if it may be sent now.
+    pub(super) fn next_segment(&mut self) -> Option<Segment<P>> {
+        if !self.may_send() {
+            return None;
+        }
+        let bytes = self.unsent.front()?.bytes;
+        let sendable = if P::IS_READ { self.sendable(bytes) } else { bytes };
+        self.unsent_bytes -= sendable;
+        if let Some(first) = self.unsent.front_mut()
+            && sendable < bytes
+            && let Content::Message(payload) = &mut first.content
+        {
+            first.bytes -= sendable;
+            return Some(Segment::new(sendable, Content::Message(payload.split_to(sendable))));
+        }
+        self.unsent.pop_front()
+    }
+
     /// Removes what the peer has received before the segment `next`. Returns whether that is new.
-    pub(super) fn acknowledged(&mut self, next: u64) -> bool {
+    pub(super) fn acknowledged(&mut self, next: u64, now: Instant) -> bool {
         let before = self.first;
+        let (mut sample, mut has_repeated) = (None, false);
         while self.first < next
             && let Some(segment) = self.in_flight.pop_front()
         {
             self.first += 1;
             self.bytes_in_flight -= segment.bytes;
             self.bytes_acked += u64::from(segment.bytes);
+            has_repeated |= segment.repeated;
+            sample = segment.sent_at;
+        }
+        // The time of a repeated segment is ambiguous (RFC 6298, section 3), and those behind it waited for it.
+        if P::IS_READ
+            && !has_repeated
+            && let Some(sent_at) = sample
+        {
+            self.add_round_trip(now.saturating_duration_since(sent_at));
         }
         self.first > before
+    }
+
+    /// Adds a sample of the round-trip time, from which the timeout follows.
+    pub(super) fn add_round_trip(&mut self, sample: Duration) {
+        self.socket.round_trip.add(sample);
+        self.base_rto = self.socket.round_trip.timeout();
+        if self.retransmits == 0 {
+            self.rto = self.base_rto;
+        }
+    }
+
+    /// Whether the kernel gives the connection up, because the peer has acknowledged nothing for too long.
+    pub(super) fn gives_up(&mut self, now: Instant) -> bool {
+        let rto = self.rto;
+        let since =
+            *self.socket.stalled_since.get_or_insert_with(|| now.checked_sub(rto).unwrap_or(now));
+        let limit = if self.closed { MAX_STALL_OF_CLOSED } else { MAX_STALL };
+        now.saturating_duration_since(since) >= limit
+    }
+
+    /// A probe of a closed window has no answer yet: the next one follows after twice the time.
+    pub(super) fn back_off(&mut self) {
+        self.rto = (self.rto * 2).min(MAX_RTO);
     }
 
     /// The retransmission timer starts again, because the path works.
@@ -184,34 +280,98 @@ impl End {
     pub(super) fn timed_out(&mut self) {
         self.retransmits = self.retransmits.saturating_add(1);
         if !(self.thin && self.in_flight.len() < 4 && self.retransmits <= LINEAR_RETRIES) {
-            self.rto = (self.rto * 2).min(MAX_RTO);
+            self.back_off();
         }
     }
 
     /// The segment that arrives, if its sender still has it.
-    pub(super) fn take(&mut self, number: u64) -> Option<(u32, Content)> {
+    pub(super) fn take(&mut self, number: u64) -> Option<(u32, Content<P>)> {
         let segment = self.in_flight.get_mut(number.checked_sub(self.first)? as usize)?;
         Some((segment.bytes, std::mem::replace(&mut segment.content, Content::Taken)))
     }
 
     /// What the receiver may send.
     pub(super) fn receive_window(&self) -> u32 {
-        RECEIVE_BUFFER.saturating_sub(self.unread_bytes)
+        let buffer = self.socket.receive_buffer;
+        let free = buffer.saturating_sub(self.unread_bytes);
+        // A small window would lead to small segments (RFC 9293, section 3.8.6.2.2).
+        if P::IS_READ && free < MSS.min(buffer / 2) { 0 } else { free }
+    }
+
+    /// The window of an acknowledgement that is sent now.
+    pub(super) fn advertise(&mut self) -> u32 {
+        self.socket.advertised = self.receive_window();
+        self.socket.advertised
+    }
+
+    /// Whether the peer has to hear that the window has opened: it is twice what the peer knows of, and that is at most
+    /// half of the buffer (Linux, `__tcp_cleanup_rbuf`).
+    pub(super) fn has_news_of_window(&self) -> bool {
+        let known = self.socket.advertised;
+        let window = self.receive_window();
+        2 * known <= self.socket.receive_buffer && window > 0 && window >= 2 * known
+    }
+
+    /// Whether the receive buffer has no room.
+    pub(super) fn is_full(&self) -> bool {
+        self.unread_bytes >= self.socket.receive_buffer
+    }
+
+    /// Whether the segment in flight with this number is FIN.
+    pub(super) fn is_fin(&self, number: u64) -> bool {
+        self.socket.fin_queued
+            && self.unsent.is_empty()
+            && number + 1 == self.first + self.in_flight.len() as u64
+    }
+
+    /// A segment with an acknowledgement has arrived.
+    pub(super) fn answered(&mut self) {
+        self.probes = 0;
+        self.socket.stalled_since = None;
+    }
+
+    /// Whether the kernel takes bytes from the process. `again`: after it has taken none, so that a task is not woken for
+    /// every acknowledgement (Linux, `sk_stream_is_writeable`).
+    pub(super) fn is_writable(&self, again: bool) -> bool {
+        let queued = self.queued_bytes();
+        let limit = if again { SEND_BUFFER - SEND_BUFFER / 3 } else { SEND_BUFFER - 1 };
+        queued <= limit && self.unsent_bytes < self.socket.max_unsent
     }
 
     /// Forgets everything that waits.
     pub(super) fn clear(&mut self) {
+        self.clear_sent();
+        self.clear_unread();
+        self.early.clear();
+    }
+
+    /// Forgets what was not acknowledged.
+    pub(super) fn clear_sent(&mut self) {
         self.unsent.clear();
         self.first += self.in_flight.len() as u64;
         self.in_flight.clear();
+        (self.bytes_in_flight, self.unsent_bytes, self.timer_at) = (0, 0, None);
+    }
+
+    /// Forgets what was not read.
+    pub(super) fn clear_unread(&mut self) {
         self.unread.clear();
-        self.early.clear();
-        (self.bytes_in_flight, self.unread_bytes, self.timer_at) = (0, 0, None);
+        self.unread_bytes = 0;
+    }
+
+    /// Whether bytes or FIN wait to be sent or acknowledged.
+    pub(super) fn has_pending(&self) -> bool {
+        !self.unsent.is_empty() || !self.in_flight.is_empty()
+    }
+
+    /// The bytes that wait to be sent or acknowledged.
+    pub(super) fn queued_bytes(&self) -> u32 {
+        self.unsent_bytes + self.bytes_in_flight
     }
 
     pub(super) fn info(&self, now: Instant) -> TcpInfo {
         let segments = |bytes: u32| bytes.div_ceil(MSS);
-        TcpInfo {
+        let info = TcpInfo {
             closed: self.closed,
             ended: self.peer_ended,
             retransmits: self.retransmits,
@@ -227,18 +387,31 @@ impl End {
             last_ack_recv: now.saturating_duration_since(self.last_segment),
             last_data_recv: now.saturating_duration_since(self.last_data),
             bytes_acked: self.bytes_acked,
-            notsent_bytes: self.unsent.iter().map(|segment| segment.bytes).sum(),
+            notsent_bytes: self.unsent_bytes,
             data_segments_sent: self.segments_out,
             send_window: Some(self.window),
             ..TcpInfo::default()
+        };
+        if !P::IS_READ {
+            return info;
+        }
+        let (socket, has_ended) = (&self.socket, self.socket.fin_queued && !self.has_pending());
+        TcpInfo {
+            closed: self.closed || self.peer_ended && has_ended,
+            rtt: socket.round_trip.smoothed,
+            rtt_deviation: socket.round_trip.deviation,
+            min_rtt: socket.round_trip.min,
+            unacked: info.unacked.max(self.in_flight.len() as u32),
+            data_segments_sent: socket.data_segments_out,
+            ..info
         }
     }
 }
 
 /// A connection.
 #[derive(Debug)]
-pub(super) struct Connection {
-    pub(super) ends: [End; 2],
+pub(super) struct Connection<P> {
+    pub(super) ends: [End<P>; 2],
     /// Both ends are on one host: nothing is lost, and acknowledgements take no time.
     pub(super) local: bool,
     pub(super) established: bool,
@@ -248,13 +421,13 @@ pub(super) struct Connection {
     pub(super) forgotten: bool,
 }
 
-impl Connection {
-    pub(super) fn end(&mut self, side: Side) -> &mut End {
+impl<P> Connection<P> {
+    pub(super) fn end(&mut self, side: Side) -> &mut End<P> {
         &mut self.ends[side as usize]
     }
 
     /// An end, and the other one.
-    pub(super) fn both(&mut self, side: Side) -> (&mut End, &mut End) {
+    pub(super) fn both(&mut self, side: Side) -> (&mut End<P>, &mut End<P>) {
         let [client, server] = &mut self.ends;
         match side {
             Side::Client => (client, server),

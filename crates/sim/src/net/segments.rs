@@ -1,0 +1,298 @@
+//! Packets, segments of data, their acknowledgements and their timers.
+
+use std::io;
+
+use super::tcp::{Content, End, MIN_WINDOW, Segment};
+use super::{
+    Arrival, ConnectionId, Delivery, NetEvent, Network, Payload, ProcessState, Schedule, Side,
+};
+use crate::trace::Entry;
+
+impl<P: Payload> Network<P> {
+    /// Sends a packet, unless it is lost. Packets of one direction do not overtake each other.
+    pub(super) fn packet(
+        &mut self,
+        s: &mut impl Schedule,
+        id: ConnectionId,
+        from: Side,
+        bytes: u32,
+        event: NetEvent,
+    ) {
+        self.packets += 1;
+        self.bytes += u64::from(bytes);
+        let connection = &mut self.connections[id];
+        let (sender, receiver) = connection.both(from);
+        let (sends, receives) = (sender.host, receiver.host);
+        if connection.dropped[from as usize] {
+            return;
+        }
+        if connection.forgotten && !matches!(event, NetEvent::Reset { .. }) {
+            // The device answers in place of the peer.
+            return s.queue(s.now(), NetEvent::Reset { id, to: from });
+        }
+        let Some(at) = self.link(sends, receives).arrival(bytes, s.now(), s.rng()) else { return };
+        let end = self.connections[id].end(from);
+        end.last_arrival = at.max(end.last_arrival);
+        let at = end.last_arrival;
+        s.queue(at, event);
+    }
+
+    pub(super) fn queue_segment(
+        &mut self,
+        s: &mut impl Schedule,
+        id: ConnectionId,
+        side: Side,
+        segment: Segment<P>,
+    ) {
+        let end = self.connections[id].end(side);
+        if end.closed {
+            return;
+        }
+        end.unsent_bytes += segment.bytes;
+        end.unsent.push_back(segment);
+        self.send_queued(s, id, side);
+    }
+
+    /// Sends what the window allows.
+    pub(super) fn send_queued(&mut self, s: &mut impl Schedule, id: ConnectionId, side: Side) {
+        loop {
+            let end = self.connections[id].end(side);
+            let Some(mut segment) = end.next_segment() else { break };
+            segment.sent_at = Some(s.now());
+            let number = end.first + end.in_flight.len() as u64;
+            end.bytes_in_flight += segment.bytes;
+            end.in_flight.push_back(segment);
+            self.transmit(s, id, side, number);
+        }
+        self.arm_timer(s, id, side);
+    }
+
+    fn transmit(&mut self, s: &mut impl Schedule, id: ConnectionId, from: Side, number: u64) {
+        let end = self.connections[id].end(from);
+        end.segments_out += 1;
+        if !end.is_fin(number) {
+            end.socket.data_segments_out += 1;
+        }
+        let bytes = end.in_flight[(number - end.first) as usize].bytes;
+        self.packet(s, id, from, bytes, NetEvent::Segment { id, from, number });
+    }
+
+    /// Starts the retransmission timer if something waits for an acknowledgement or for the window.
+    pub(super) fn arm_timer(&mut self, s: &mut impl Schedule, id: ConnectionId, side: Side) {
+        let connection = &mut self.connections[id];
+        if connection.local {
+            return;
+        }
+        let end = connection.end(side);
+        if end.in_flight.is_empty() && end.unsent.is_empty() {
+            end.timer_at = None;
+            return;
+        }
+        let at = *end.timer_at.get_or_insert(s.now() + end.rto);
+        if !std::mem::replace(&mut end.timer_queued, true) {
+            s.queue(at, NetEvent::Timeout { id, side });
+        }
+    }
+
+    pub(super) fn timeout(&mut self, s: &mut impl Schedule, id: ConnectionId, side: Side) {
+        let end = self.connections[id].end(side);
+        end.timer_queued = false;
+        let Some(at) = end.timer_at else { return };
+        if at > s.now() {
+            return self.arm_timer(s, id, side);
+        }
+        if P::IS_READ && end.gives_up(s.now()) {
+            return self.fail(s, id, side, io::ErrorKind::TimedOut);
+        }
+        end.timer_at = None;
+        if P::IS_READ && end.in_flight.is_empty() {
+            // Probes of a closed window are not retransmissions.
+            end.back_off();
+        } else {
+            end.timed_out();
+        }
+        if let Some(first) = end.in_flight.front_mut() {
+            first.repeated = true;
+            end.retransmitted += 1;
+            let (number, count) = (end.first, end.retransmits);
+            s.record(Entry::Retransmit { connection: id, count });
+            self.transmit(s, id, side, number);
+        } else {
+            // The window is closed.
+            self.probe(s, id, side);
+        }
+        self.arm_timer(s, id, side);
+    }
+
+    pub(super) fn segment_arrives(
+        &mut self,
+        s: &mut impl Schedule,
+        id: ConnectionId,
+        from: Side,
+        number: u64,
+    ) {
+        let connection = &mut self.connections[id];
+        let local = connection.local;
+        let (sender, receiver) = connection.both(from);
+        receiver.segments_in += 1;
+        receiver.last_segment = s.now();
+        if P::IS_READ {
+            // A segment with data acknowledges, too.
+            receiver.answered();
+            if receiver.closed {
+                return self.segment_for_closed_socket(s, id, from, number);
+            }
+            if !local && receiver.is_full() && !sender.is_fin(number) {
+                // The window was made smaller after the peer had sent this.
+                return self.send_ack(s, id, from.other());
+            }
+        }
+        receiver.data_segments_in += u32::from(!P::IS_READ || !sender.is_fin(number));
+        if receiver.closed {
+            // What arrives for a closed socket resets the connection, except if both sides have closed it.
+            if sender.closed {
+                receiver.next = receiver.next.max(number + 1);
+                return self.send_ack(s, id, from.other());
+            }
+            return self.packet(s, id, from.other(), 40, NetEvent::Reset { id, to: from });
+        }
+        if number > receiver.next {
+            receiver.out_of_order += 1;
+            if let Err(at) = receiver.early.binary_search(&number) {
+                receiver.early.insert(at, number);
+            }
+        } else if number == receiver.next {
+            receiver.last_data = s.now();
+            if Self::receive_in_order(sender, receiver) {
+                s.record(Entry::Closed { connection: id, reset: false });
+            }
+        }
+        if local {
+            sender.acknowledged(receiver.next, s.now());
+            sender.last_segment = s.now();
+            if P::IS_READ {
+                sender.window = receiver.advertise();
+            }
+            self.deliver(s, id, from.other());
+            self.send_queued(s, id, from);
+            return self.may_be_writable(id, from);
+        }
+        self.deliver(s, id, from.other());
+        self.send_ack(s, id, from.other());
+    }
+
+    /// Takes what has arrived in order. Returns whether the end of a payload that is read has arrived.
+    fn receive_in_order(sender: &mut End<P>, receiver: &mut End<P>) -> bool {
+        loop {
+            let Some((bytes, content)) = sender.take(receiver.next) else { return false };
+            receiver.next += 1;
+            match content {
+                Content::Fin if P::IS_READ => {
+                    receiver.peer_ended = true;
+                    return true;
+                }
+                content => {
+                    receiver.unread_bytes += bytes;
+                    receiver.socket.advertised = receiver.socket.advertised.saturating_sub(bytes);
+                    receiver.unread.push_back((bytes, content));
+                }
+            }
+            if receiver.early.first() != Some(&receiver.next) {
+                return false;
+            }
+            receiver.early.remove(0);
+        }
+    }
+
+    pub(super) fn send_ack(&mut self, s: &mut impl Schedule, id: ConnectionId, from: Side) {
+        let end = self.connections[id].end(from);
+        let (next, gap, window) = (end.next, !end.early.is_empty(), end.advertise());
+        end.segments_out += u32::from(P::IS_READ);
+        let to = from.other();
+        self.packet(s, id, from, 40, NetEvent::Ack { id, to, next, gap, window });
+    }
+
+    pub(super) fn ack_arrives(
+        &mut self,
+        s: &mut impl Schedule,
+        id: ConnectionId,
+        to: Side,
+        (next, gap, window): (u64, bool, u32),
+    ) {
+        let end = self.connections[id].end(to);
+        end.segments_in += 1;
+        end.last_segment = s.now();
+        end.answered();
+        end.window = window;
+        let is_new = end.acknowledged(next, s.now());
+        // Of a payload that is read, probes of a closed window go on.
+        let is_idle = if P::IS_READ { !end.has_pending() || end.may_send() } else { true };
+        if is_new || end.in_flight.is_empty() && is_idle {
+            end.path_works();
+            end.timer_at = None;
+        }
+        // A later segment has arrived, so the first one is lost (RACK).
+        if gap
+            && end.first == next
+            && let Some(first) = end.in_flight.front_mut()
+            && !std::mem::replace(&mut first.repeated, true)
+        {
+            end.retransmitted += 1;
+            let number = end.first;
+            self.transmit(s, id, to, number);
+        }
+        self.send_queued(s, id, to);
+        self.may_be_writable(id, to);
+        self.forget_if_over(id);
+    }
+
+    pub(super) fn reset_arrives(&mut self, s: &mut impl Schedule, id: ConnectionId, to: Side) {
+        let connection = &mut self.connections[id];
+        let end = connection.end(to);
+        end.last_segment = s.now();
+        if P::IS_READ {
+            return self.reset_of_socket_arrives(s, id, to);
+        }
+        if end.closed {
+            return end.clear();
+        }
+        end.clear();
+        end.unread.push_back((0, Content::Reset));
+        self.deliver(s, id, to);
+    }
+
+    /// Passes what has arrived to the process, if it runs. A payload that is read waits for the process, which is woken.
+    pub(super) fn deliver(&mut self, s: &mut impl Schedule, id: ConnectionId, side: Side) {
+        let end = self.connections[id].end(side);
+        if P::IS_READ {
+            return self.wakers.extend(end.socket.reader.take());
+        }
+        let process = end.process;
+        if end.closed || self.processes[usize::from(process)].1 != ProcessState::Running {
+            return;
+        }
+        let was_closed = end.receive_window() < MIN_WINDOW;
+        while let Some((bytes, content)) = end.unread.pop_front() {
+            end.unread_bytes -= bytes;
+            let what = match content {
+                Content::Message(frame) => Arrival::Frame(frame),
+                Content::Fin => {
+                    end.peer_ended = true;
+                    s.record(Entry::Closed { connection: id, reset: false });
+                    Arrival::Ended
+                }
+                Content::Reset => {
+                    end.closed = true;
+                    s.record(Entry::Closed { connection: id, reset: true });
+                    Arrival::Lost
+                }
+                Content::Taken => continue,
+            };
+            self.deliveries.push_back(Delivery { process, id, what });
+        }
+        if was_closed {
+            self.send_ack(s, id, side);
+        }
+        self.forget_if_closed(id);
+    }
+}

@@ -1,0 +1,161 @@
+//! What an end of a connection has besides, if its payload is read: the state of a socket.
+
+use std::io;
+use std::task::Waker;
+use std::time::{Duration, Instant};
+
+use super::tcp::{MIN_RTO, RECEIVE_BUFFER};
+
+/// Keepalive probes (`TCP_KEEPIDLE`, `TCP_KEEPINTVL` and `TCP_KEEPCNT`, tcp(7)).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Keepalive {
+    /// Time without a segment from the peer before the first probe.
+    pub idle: Duration,
+    /// Time between probes.
+    pub interval: Duration,
+    /// Unanswered probes after which the kernel closes the connection.
+    pub probes: u8,
+}
+
+/// The options of a new socket.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SocketOptions {
+    /// `TCP_THIN_LINEAR_TIMEOUTS`: the timeout of a stream with few packets in flight does not double at once.
+    pub thin: bool,
+    /// `SO_KEEPALIVE`.
+    pub keepalive: Option<Keepalive>,
+    /// `TCP_NOTSENT_LOWAT`, in bytes; `u32::MAX` for no bound.
+    pub max_unsent: u32,
+}
+
+impl SocketOptions {
+    /// Those of an upstream connection of jackstay: `new_upstream_socket` in `jackstay_sys::sockets::tcp_options`.
+    pub fn upstream() -> Self {
+        let second = Duration::from_secs(1);
+        let keepalive = Some(Keepalive { idle: second, interval: second, probes: 127 });
+        Self { thin: true, keepalive, max_unsent: 1 << 20 }
+    }
+
+    /// Those of a connection that jackstay has accepted: `configure_accepted_by` in
+    /// `jackstay_sys::sockets::tcp_options`.
+    pub fn accepted() -> Self {
+        let keepalive = Keepalive {
+            idle: Duration::from_secs(30),
+            interval: Duration::from_secs(10),
+            probes: 9,
+        };
+        let max_unsent = jackstay_sys::sockets::tcp_options::MAX_UNSENT;
+        Self { thin: false, keepalive: Some(keepalive), max_unsent }
+    }
+
+    /// Those of a connection of a Go program, on either end (`defaultTCPKeepAliveIdle` of its package `net`).
+    pub fn go() -> Self {
+        let pause = Duration::from_secs(15);
+        let keepalive = Some(Keepalive { idle: pause, interval: pause, probes: 9 });
+        Self { thin: false, keepalive, max_unsent: u32::MAX }
+    }
+}
+
+/// The smoothed round-trip time (RFC 6298).
+#[derive(Debug, Clone, Copy)]
+pub(super) struct RoundTrip {
+    pub(super) smoothed: Duration,
+    pub(super) deviation: Duration,
+    /// More than an hour before the first sample, as in `TCP_INFO`.
+    pub(super) min: Duration,
+    has_sample: bool,
+}
+
+impl RoundTrip {
+    fn none() -> Self {
+        let min = Duration::from_micros(u64::from(u32::MAX));
+        Self { smoothed: Duration::ZERO, deviation: Duration::ZERO, min, has_sample: false }
+    }
+
+    /// Adds a sample.
+    pub(super) fn add(&mut self, sample: Duration) {
+        self.min = self.min.min(sample);
+        if !std::mem::replace(&mut self.has_sample, true) {
+            (self.smoothed, self.deviation) = (sample, sample / 2);
+            return;
+        }
+        self.deviation = self.deviation * 3 / 4 + self.smoothed.abs_diff(sample) / 4;
+        self.smoothed = self.smoothed * 7 / 8 + sample / 8;
+    }
+
+    /// The retransmission timeout. Linux bounds the part for the deviation by `TCP_RTO_MIN`.
+    pub(super) fn timeout(&self) -> Duration {
+        self.smoothed + (self.deviation * 4).max(MIN_RTO)
+    }
+}
+
+/// The state of a socket.
+#[derive(Debug)]
+#[allow(clippy::struct_excessive_bools)] // independent facts
+pub(super) struct SocketState {
+    /// The process has the socket, or will accept it. Otherwise the kernel keeps it until the connection is over.
+    pub(super) owned: bool,
+    /// FIN follows the bytes that are queued, or was sent.
+    pub(super) fin_queued: bool,
+    /// The connection was reset by either end: all later segments are answered with RST.
+    pub(super) reset: bool,
+    /// The close sends RST (`SO_LINGER` of zero).
+    pub(super) resets_when_closed: bool,
+    /// The server's end has sent the answer to SYN.
+    pub(super) answered: bool,
+    /// The server's end is in the accept queue or was accepted.
+    pub(super) accepted: bool,
+    /// When the packet of the handshake was sent that is answered next, unless it was repeated.
+    pub(super) handshake_at: Option<Instant>,
+    /// What the next operation returns.
+    pub(super) error: Option<io::ErrorKind>,
+    pub(super) reader: Option<Waker>,
+    pub(super) writer: Option<Waker>,
+    pub(super) receive_buffer: u32,
+    pub(super) max_unsent: u32,
+    /// The window that the peer knows of, in bytes.
+    pub(super) advertised: u32,
+    pub(super) round_trip: RoundTrip,
+    /// When the first segment was sent that has no answer, once its timeout has passed.
+    pub(super) stalled_since: Option<Instant>,
+    pub(super) data_segments_out: u32,
+    pub(super) keepalive: Option<Keepalive>,
+    /// When the keepalive timer ends.
+    pub(super) keepalive_at: Option<Instant>,
+}
+
+impl SocketState {
+    pub(super) fn wake(&mut self, wakers: &mut Vec<Waker>) {
+        wakers.extend(self.reader.take());
+        wakers.extend(self.writer.take());
+    }
+
+    pub(super) fn set_options(&mut self, options: SocketOptions) {
+        (self.keepalive, self.max_unsent) = (options.keepalive, options.max_unsent);
+    }
+}
+
+impl Default for SocketState {
+    fn default() -> Self {
+        Self {
+            owned: false,
+            fin_queued: false,
+            reset: false,
+            resets_when_closed: false,
+            answered: false,
+            accepted: false,
+            handshake_at: None,
+            error: None,
+            reader: None,
+            writer: None,
+            receive_buffer: RECEIVE_BUFFER,
+            max_unsent: u32::MAX,
+            advertised: RECEIVE_BUFFER,
+            round_trip: RoundTrip::none(),
+            stalled_since: None,
+            data_segments_out: 0,
+            keepalive: None,
+            keepalive_at: None,
+        }
+    }
+}

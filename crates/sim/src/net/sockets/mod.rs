@@ -1,0 +1,209 @@
+//! Byte sockets on the simulated network: what `jackstay_sys::sockets::virtual_network` asks of one.
+//!
+//! The TCP of [`super`] carries the bytes. Processes write to a bounded send queue and read what has arrived, as from
+//! Linux; the kernel of a process goes on while the process is stopped. The present of an operation is the clock of
+//! tokio (`jackstay_sys::clock`), so sockets are used within the runtime of the run. The events of the network are
+//! handled by [`SocketNetwork::run_until`], which the executor of the run calls.
+
+mod clock;
+mod listener;
+mod socket_io;
+mod state;
+mod stream;
+#[cfg(test)]
+mod tests;
+
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::Waker;
+use std::time::Instant;
+
+use jackstay_sys::clock::now;
+use jackstay_sys::sockets::virtual_network::{Connecting, VirtualListener, VirtualNetwork};
+
+use self::listener::Listener;
+use self::state::State;
+use self::stream::Stream;
+use super::{HostId, Link, ProcessId, ProcessState, Side, SocketOptions};
+
+/// A network of hosts, processes and byte sockets. Clones share it.
+#[derive(Clone, Debug)]
+pub struct SocketNetwork(Arc<Mutex<State>>);
+
+impl SocketNetwork {
+    /// A network of this number of hosts, of which the first ones are servers. A host reaches itself and the servers.
+    /// `start` is the present.
+    pub fn new(seed: u64, start: Instant, hosts: usize, servers: usize) -> Self {
+        Self(Arc::new(Mutex::new(State::new(seed, start, hosts, servers))))
+    }
+
+    /// Adds a process to a host.
+    pub fn add_process(&self, host: HostId) -> ProcessId {
+        self.lock().net.add_process(host)
+    }
+
+    /// The address of a host: 10.0.0.1 of the first one. 127.0.0.0/8 is the own host of whoever connects.
+    pub fn address_of(host: HostId) -> IpAddr {
+        IpAddr::V4(Ipv4Addr::from_bits((10 << 24) + u32::from(host) + 1))
+    }
+
+    /// Binds and listens, as [`Self::listen_with`] with [`SocketOptions::accepted`].
+    ///
+    /// # Errors
+    /// As [`Self::listen_with`].
+    pub fn listen(&self, process: ProcessId, port: u16) -> io::Result<Box<dyn VirtualListener>> {
+        self.listen_with(process, port, SocketOptions::accepted())
+    }
+
+    /// Binds and listens. Accepted sockets have these options. Port 0 is a free one.
+    ///
+    /// # Errors
+    /// `AddrInUse` if another socket of the host listens on the port.
+    pub fn listen_with(
+        &self,
+        process: ProcessId,
+        port: u16,
+        options: SocketOptions,
+    ) -> io::Result<Box<dyn VirtualListener>> {
+        let place = self.with(|state| state.listen(process, port, options))?;
+        Ok(Box::new(Listener::new(self.clone(), place)))
+    }
+
+    /// The network as a process sees it. Its sockets have the options of jackstay's upstream connections.
+    pub fn of_process(&self, process: ProcessId) -> Arc<dyn VirtualNetwork> {
+        self.of_process_with(process, SocketOptions::upstream())
+    }
+
+    /// The network as a process sees it whose sockets have these options.
+    pub fn of_process_with(
+        &self,
+        process: ProcessId,
+        options: SocketOptions,
+    ) -> Arc<dyn VirtualNetwork> {
+        Arc::new(ProcessNetwork { network: self.clone(), process, options })
+    }
+
+    /// When the next event is due, which is never earlier than the present.
+    pub fn next_event_at(&self) -> Option<Instant> {
+        self.lock().clock.next_event_at().map(|at| at.max(now()))
+    }
+
+    /// Handles all events that are due until `until` in their order, each at its own time, and wakes the tasks
+    /// concerned.
+    pub fn run_until(&self, until: Instant) {
+        let wakers = {
+            let mut state = self.lock();
+            state.run_until(until);
+            state.take_wakers()
+        };
+        wakers.into_iter().for_each(Waker::wake);
+    }
+
+    /// The task to wake when an event is queued that is earlier than all others. [`Self::run_until`] wakes it for none
+    /// of the events that it queues.
+    pub fn set_driver(&self, waker: Waker) {
+        self.lock().driver = Some(waker);
+    }
+
+    /// Changes all links to and from a server's host.
+    pub fn change_links(&self, host: HostId, change: impl Fn(&mut Link)) {
+        self.lock().net.change_links(host, change);
+    }
+
+    /// Changes the links to a server's host, and leaves those from it as they are.
+    pub fn change_links_to(&self, host: HostId, change: impl Fn(&mut Link)) {
+        self.lock().net.change_links_to(host, change);
+    }
+
+    /// Changes all links between hosts.
+    pub fn change_all_links(&self, change: impl Fn(&mut Link)) {
+        self.lock().net.change_all_links(change);
+    }
+
+    /// A device on the path forgets the established connections to a host. It drops the packets of clients and of the
+    /// server as `dropped` says, or, if it drops neither, resets a connection when a packet passes. New connections
+    /// work.
+    pub fn forget_flows(&self, host: HostId, dropped: [bool; 2]) {
+        self.lock().net.forget_flows(host, dropped);
+    }
+
+    /// Stops a process (SIGSTOP), lets it continue, kills (SIGKILL) or restarts it. The kernel of a killed process
+    /// closes its sockets, and their streams and listeners do nothing from then on.
+    pub fn set_process(&self, process: ProcessId, process_state: ProcessState) {
+        self.with(|state| state.set_process(process, process_state));
+    }
+
+    /// The SYNs that have arrived at a server.
+    pub fn connects(&self, host: HostId) -> u64 {
+        self.lock().net.connects.get(usize::from(host)).copied().unwrap_or(0)
+    }
+
+    /// A number that differs if the connects, closes, retransmissions or their times, the number of packets or that of
+    /// bytes differ. The content of the bytes has no part in it, because ciphertext differs between runs.
+    pub fn hash(&self) -> u64 {
+        let state = self.lock();
+        state.clock.hash(state.net.packets, state.net.bytes)
+    }
+
+    /// Packets that were sent.
+    pub fn packets(&self) -> u64 {
+        self.lock().net.packets
+    }
+
+    /// Events of the network so far.
+    pub fn events(&self) -> u64 {
+        self.lock().clock.events()
+    }
+
+    /// Keeps the log from now on, for [`Self::log`]. The hash does not need it.
+    pub fn set_tracing(&self, is_on: bool) {
+        self.lock().clock.is_tracing = is_on;
+    }
+
+    /// The log, a line for each entry with its time in seconds since the start.
+    pub fn log(&self) -> String {
+        self.lock().clock.trace.to_string()
+    }
+
+    /// Connections that an end still has, for the search of what is left over.
+    pub fn connections(&self) -> usize {
+        self.lock().net.connections.iter_mut().count()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Carries out an operation of a task at the present, and wakes the tasks concerned.
+    fn with<T>(&self, act: impl FnOnce(&mut State) -> T) -> T {
+        let (result, wakers) = {
+            let mut state = self.lock();
+            state.clock.now = now();
+            let result = act(&mut state);
+            (result, state.take_wakers())
+        };
+        wakers.into_iter().for_each(Waker::wake);
+        result
+    }
+}
+
+/// The network as a process sees it.
+#[derive(Debug)]
+struct ProcessNetwork {
+    network: SocketNetwork,
+    process: ProcessId,
+    options: SocketOptions,
+}
+
+impl VirtualNetwork for ProcessNetwork {
+    fn connect(&self, to: SocketAddr) -> Connecting<'_> {
+        Box::pin(async move {
+            let id = self.network.with(|state| state.connect(self.process, to, self.options))?;
+            // A connect that is given up drops the stream, which closes the socket.
+            let stream = Stream::new(self.network.clone(), id, Side::Client);
+            stream.connected().await?;
+            Ok(Box::new(stream) as _)
+        })
+    }
+}

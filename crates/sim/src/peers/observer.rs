@@ -1,0 +1,123 @@
+//! Records what clients see, for the promises of a scenario and for the checker.
+
+use std::cell::{Cell, Ref, RefCell, RefMut};
+use std::rc::Rc;
+use std::time::Instant;
+
+use jackstay_sys::clock;
+use tokio::sync::Notify;
+
+use crate::checker::{Moment, Observation};
+use crate::invariants::Findings;
+
+/// Records what the clients of a run see. Clones share the record.
+#[derive(Debug, Clone, Default)]
+pub struct Observer(Rc<RefCell<Record>>);
+
+/// What the clients of a run have seen.
+#[derive(Debug, Default)]
+pub struct Record {
+    /// Counts and times. The checker adds those of events.
+    pub findings: Findings,
+    /// What the clients saw, in the order in which they saw it.
+    pub observations: Vec<Observation>,
+    /// The log for people, if it is on.
+    pub lines: Option<Vec<(Instant, String)>>,
+    moments: u64,
+}
+
+impl Observer {
+    /// A record without a log.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Turns the log on.
+    pub fn log_lines(&self) {
+        self.0.borrow_mut().lines = Some(Vec::new());
+    }
+
+    /// What was recorded.
+    pub fn record(&self) -> Ref<'_, Record> {
+        self.0.borrow()
+    }
+
+    /// Takes what was recorded.
+    pub fn take(&self) -> Record {
+        std::mem::take(&mut *self.0.borrow_mut())
+    }
+
+    pub(super) fn findings(&self) -> RefMut<'_, Findings> {
+        RefMut::map(self.0.borrow_mut(), |record| &mut record.findings)
+    }
+
+    pub(super) fn observe(&self, observation: Observation) {
+        self.0.borrow_mut().observations.push(observation);
+    }
+
+    /// The present, after all moments before.
+    pub(super) fn moment(&self) -> Moment {
+        let record = &mut *self.0.borrow_mut();
+        record.moments += 1;
+        Moment { order: record.moments, at: clock::now() }
+    }
+
+    /// Adds a line to the log.
+    pub(crate) fn log(&self, line: impl FnOnce() -> String) {
+        if let Some(lines) = &mut self.0.borrow_mut().lines {
+            lines.push((clock::now(), line()));
+        }
+    }
+}
+
+/// Ends clients. Dropping it ends them, too.
+#[derive(Debug)]
+pub struct Stopper(Stop);
+
+/// Whether a client has to end.
+#[derive(Debug, Clone)]
+pub struct Stop(Rc<StopState>);
+
+#[derive(Debug)]
+struct StopState {
+    stopped: Cell<bool>,
+    waiting: Notify,
+}
+
+/// A signal that ends clients.
+pub fn stop_signal() -> (Stopper, Stop) {
+    let state = StopState { stopped: Cell::new(false), waiting: Notify::new() };
+    let stop = Stop(Rc::new(state));
+    (Stopper(stop.clone()), stop)
+}
+
+impl Stopper {
+    /// Ends the clients: each records what it has open, and returns.
+    pub fn stop(&self) {
+        let Stop(state) = &self.0;
+        state.stopped.set(true);
+        // In the order in which they began to wait.
+        state.waiting.notify_waiters();
+    }
+}
+
+impl Drop for Stopper {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+impl Stop {
+    /// Waits for the signal.
+    pub async fn stopped(&self) {
+        let signal = self.0.waiting.notified();
+        if !self.0.stopped.get() {
+            signal.await;
+        }
+    }
+
+    /// Whether the signal was given.
+    pub fn is_stopped(&self) -> bool {
+        self.0.stopped.get()
+    }
+}

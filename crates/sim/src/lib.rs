@@ -9,6 +9,7 @@
 //! * [`apiserver`]: servers over one store.
 //! * [`client`]: Go's HTTP/2 and the clients above it.
 //! * [`peers`], [`checker`]: clients on simulated sockets, and the rules that what they see is compared with.
+//! * [`shell`]: the program as it ships between them.
 //! * [`node`]: jackstay, around the decisions of `jackstay-core`.
 //! * [`faults`], [`scenario`], [`scenarios`], [`invariants`]: what goes wrong, and what must hold.
 
@@ -29,6 +30,7 @@ pub mod queue;
 pub mod scenario;
 pub mod scenarios;
 pub mod scheduler;
+pub mod shell;
 pub mod storms;
 pub mod trace;
 pub mod world;

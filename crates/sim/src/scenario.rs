@@ -53,16 +53,16 @@ enum Access {
 /// A scenario.
 #[derive(Debug, Clone)]
 pub struct Sim {
-    seed: u64,
-    endpoints: usize,
-    nodes: usize,
+    pub(crate) seed: u64,
+    pub(crate) endpoints: usize,
+    pub(crate) nodes: usize,
     access: Access,
     clients: Vec<(Role, usize)>,
-    faults: Vec<Fault>,
-    settings: Settings,
-    max_streams: usize,
-    link: Option<(Duration, Duration)>,
-    rate: u64,
+    pub(crate) faults: Vec<Fault>,
+    pub(crate) settings: Settings,
+    pub(crate) max_streams: usize,
+    pub(crate) link: Option<(Duration, Duration)>,
+    pub(crate) rate: u64,
     is_fleet: bool,
 }
 
@@ -359,10 +359,20 @@ impl Scenario {
         ))
     }
 
+    /// Whether seeds of it are run with the program as it ships. The others still need the copy of its executor.
+    pub fn is_run_by_the_shell(&self) -> bool {
+        matches!(self.name, "blackhole" | "kill" | "forgotten-flows")
+    }
+
+    /// What is promised of the program as it ships.
+    pub fn shell_promises(&self) -> Promises {
+        self.promises
+    }
+
     /// The command that repeats the run of a seed with its log.
     pub fn repeat_command(&self, seed: u64) -> String {
         format!(
-            "repeat it: cargo run --release -p jackstay-sim -- --scenario {} --seed {seed} --trace",
+            "repeat it: cargo run --profile sim -p jackstay-sim -- --scenario {} --seed {seed} --trace",
             self.name
         )
     }

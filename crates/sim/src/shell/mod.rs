@@ -1,0 +1,22 @@
+//! The program as it ships on virtual time: its L7 data plane and its probers, the small apiservers and real HTTP/2 clients run
+//! unchanged on the sockets of a simulated network, in one thread, as a function of a seed.
+//!
+//! * [`kernel`]: random numbers and clocks of the process.
+//! * [`runtime`]: tokio's clock, which goes on with the network.
+//! * [`process`]: what SIGSTOP and SIGKILL act on.
+//! * [`program`], [`servers`], [`crate::peers`]: jackstay, the apiservers, and the clients.
+//! * [`certificates`], [`store`]: what they prove to each other, and what they read and write.
+//!
+//! [`run`] runs a scenario ([`crate::scenario::Sim`]) with them.
+
+pub mod certificates;
+pub mod kernel;
+pub mod process;
+pub mod program;
+pub mod runtime;
+pub mod servers;
+pub mod store;
+
+mod run;
+
+pub use self::run::{ShellRun, run};

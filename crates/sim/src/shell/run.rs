@@ -1,0 +1,330 @@
+//! A run of a scenario: starts the processes, begins and ends the faults, and judges what the clients have seen.
+
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::io;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::rc::Rc;
+use std::time::{Duration, UNIX_EPOCH};
+
+use jackstay::observe::Metrics;
+use jackstay_apiserver::cluster::Cluster;
+use jackstay_core::endpoint_state::EndpointState;
+use jackstay_sys::clock;
+use jackstay_sys::simulation::SimulatedRun;
+use rustls::pki_types::ServerName;
+use tokio::time::{sleep, sleep_until};
+
+use super::certificates::Certificates;
+use super::process::Process;
+use super::program::{self, APISERVER_PORT, Configuration, PORT, Program};
+use super::servers::Apiserver;
+use super::{kernel, runtime, store};
+use crate::checker::{self, ClientId, Collection};
+use crate::faults::{Fault, FaultKind};
+use crate::invariants::Findings;
+use crate::net::sockets::SocketNetwork;
+use crate::net::{HostId, Link};
+use crate::peers::reader::ReaderPlan;
+use crate::peers::transport::{Client, ClientOptions};
+use crate::peers::writer::WriterPlan;
+use crate::peers::{self, Observer, Peer, Stop, Stopper};
+use crate::scenario::{Role, Sim};
+
+/// The date at the beginning of every run, since the epoch: 2030-01-01.
+const START: Duration = Duration::from_secs(1_893_456_000);
+/// The date at which the process starts, an hour before.
+const STARTED: Duration = Duration::from_secs(1_893_452_400);
+/// The time for what clients have left to end.
+const REST: Duration = Duration::from_secs(60);
+
+/// The longest time that a server without a fault needs for a probe.
+const LONGEST_PROBE: Duration = Duration::from_millis(300);
+
+/// The result of a run.
+#[derive(Debug)]
+pub struct ShellRun {
+    /// What was found.
+    pub findings: Findings,
+    /// Packets of the network.
+    pub packets: u64,
+    /// The hash of the log.
+    pub hash: u64,
+    /// The log.
+    pub log: String,
+}
+
+/// Runs a scenario for this time, then ends the clients and looks for what is left over. A process makes one run. `traces`:
+/// it keeps a log.
+///
+/// # Errors
+/// A process of the run cannot be started.
+pub fn run(sim: &Sim, time: Duration, traces: bool) -> io::Result<ShellRun> {
+    kernel::begin_run(sim.seed, STARTED);
+    // The clock of the metrics is compared with that of the processor, which takes some time on both.
+    drop(Metrics::new());
+    kernel::stop_clocks();
+    kernel::set_time(START);
+    let hosts = sim.endpoints + sim.nodes;
+    let network = |start| SocketNetwork::new(sim.seed, start, hosts, sim.endpoints);
+    runtime::run(START, network, |network| async move {
+        let _run = SimulatedRun::begin();
+        let mut world = World::start(sim, network)?;
+        if traces {
+            world.network.set_tracing(true);
+            world.observer.log_lines();
+        }
+        world.pass(&sim.faults, time).await?;
+        Ok(world.finish(&sim.faults).await)
+    })
+}
+
+/// The processes of a run.
+struct World {
+    network: SocketNetwork,
+    cluster: Cluster,
+    servers: Vec<Apiserver>,
+    nodes: Vec<Node>,
+    observer: Observer,
+    stopper: Stopper,
+    certificates: Certificates,
+}
+
+/// jackstay on a host, and its clients.
+struct Node {
+    program: Rc<Program>,
+    _process: Process,
+    _clients: Vec<Process>,
+}
+
+impl World {
+    fn start(sim: &Sim, network: SocketNetwork) -> io::Result<Self> {
+        network.change_all_links(|link| {
+            link.rate = sim.rate;
+            if let Some((latency, jitter)) = sim.link {
+                (link.latency, link.jitter) = (latency, jitter);
+            }
+        });
+        let certificates = Certificates::new()?;
+        let cluster = store::filled(UNIX_EPOCH + START)?;
+        let mut servers = Vec::new();
+        for host in 0..sim.endpoints as HostId {
+            let max_streams = sim.max_streams as u32;
+            let server = Apiserver::start(&network, host, &cluster, &certificates, max_streams)?;
+            servers.push(server);
+        }
+        let (stopper, stop) = peers::stop_signal();
+        let mut world = Self {
+            network,
+            cluster,
+            servers,
+            nodes: Vec::new(),
+            observer: Observer::new(),
+            stopper,
+            certificates,
+        };
+        for node in 0..sim.nodes {
+            let node = world.start_node(sim, node, &stop)?;
+            world.nodes.push(node);
+        }
+        Ok(world)
+    }
+
+    /// Starts jackstay and the clients of a node.
+    fn start_node(&self, sim: &Sim, node: usize, stop: &Stop) -> io::Result<Node> {
+        let host = (sim.endpoints + node) as HostId;
+        let servers = (0..sim.endpoints as HostId).map(SocketNetwork::address_of);
+        let configuration = Configuration {
+            endpoints: servers.map(|server| SocketAddr::new(server, APISERVER_PORT)).collect(),
+            ping_interval: sim.settings.health.ping_interval,
+            max_connections: sim.settings.max_connections,
+        };
+        let number = self.network.add_process(host);
+        let (process, program) = Process::start_with(|| {
+            program::start(&configuration, &self.certificates, (&self.network, number))
+        });
+        let mut clients = Vec::new();
+        for (at, role) in sim.roles().enumerate() {
+            let number = (node * sim.roles().count() + at) as u16;
+            let peer = self.peer((host, number), node, stop)?;
+            clients.push(Process::start(client(peer, role)));
+        }
+        Ok(Node { program: program?, _process: process, _clients: clients })
+    }
+
+    /// What a client of a node has.
+    fn peer(&self, (host, number): (HostId, u16), node: usize, stop: &Stop) -> io::Result<Peer> {
+        let network = self.network.of_process(self.network.add_process(host));
+        let address = (Ipv4Addr::LOCALHOST, PORT).into();
+        let name = ServerName::try_from("localhost").map_err(io::Error::other)?;
+        let tls = self.certificates.client()?;
+        let client = Client::new(network, address, tls, name, ClientOptions::default());
+        Ok(Peer {
+            id: ClientId { number, group: Some(node as u32) },
+            client,
+            observer: self.observer.clone(),
+            stop: stop.clone(),
+        })
+    }
+
+    /// Lets the time pass, in which the faults begin and end.
+    async fn pass(&mut self, faults: &[Fault], time: Duration) -> io::Result<()> {
+        let start = clock::now();
+        let mut changes: Vec<_> = faults
+            .iter()
+            .flat_map(|fault| [(Some(fault.at), fault, true), (fault.until, fault, false)])
+            .filter_map(|(at, fault, begins)| Some((at?, fault, begins)))
+            .collect();
+        // The order of faults that begin together is that of the scenario.
+        changes.sort_by_key(|(at, ..)| *at);
+        for (at, fault, begins) in changes.into_iter().filter(|(at, ..)| *at <= time) {
+            sleep_until((start + at).into()).await;
+            self.change(fault, begins)?;
+        }
+        sleep_until((start + time).into()).await;
+        Ok(())
+    }
+
+    /// Begins or ends a fault.
+    fn change(&mut self, fault: &Fault, begins: bool) -> io::Result<()> {
+        let host = fault.server as HostId;
+        self.observer.log(|| format!("fault {:?} of {host}: {begins}", fault.kind));
+        match fault.kind {
+            FaultKind::Blackhole => {
+                self.network.change_links(host, |link| link.blocked = begins);
+            }
+            FaultKind::BlackholeOneWay => {
+                self.network.change_links_to(host, |link| link.blocked = begins);
+            }
+            FaultKind::ForgetFlows { dropped } if begins => {
+                self.network.forget_flows(host, dropped);
+            }
+            FaultKind::ForgetFlows { .. } => {}
+            FaultKind::Loss(loss) => {
+                let loss = if begins { loss } else { 0.0 };
+                self.network.change_links(host, |link| link.loss = loss);
+            }
+            FaultKind::Latency(latency) => {
+                let latency = if begins { latency } else { Link::local_network().latency };
+                self.network.change_links(host, |link| link.latency = latency);
+            }
+            kind => self.servers[fault.server].set_fault(kind, begins)?,
+        }
+        Ok(())
+    }
+
+    /// Whether a server has requests or watches left over, except one that hears of no end.
+    fn has_leftovers(&self, number: usize, faults: &[Fault]) -> bool {
+        let is_deaf = |fault: &Fault| fault.server == number && fault.drops_packets();
+        self.servers[number].open_requests() > 0 && !faults.iter().any(is_deaf)
+    }
+
+    /// Ends the clients, waits, and judges the run.
+    async fn finish(self, faults: &[Fault]) -> ShellRun {
+        self.stopper.stop();
+        sleep(REST).await;
+        if (0..self.servers.len()).any(|number| self.has_leftovers(number, faults)) {
+            // It may be a probe.
+            sleep(LONGEST_PROBE).await;
+        }
+        let mut record = self.observer.take();
+        let history = store::history(&self.cluster);
+        checker::check(&history, &record.observations, &mut record.findings);
+        for (number, node) in self.nodes.iter().enumerate() {
+            node.check(number, faults, &mut record.findings);
+        }
+        for number in 0..self.servers.len() {
+            if self.has_leftovers(number, faults) {
+                let count = self.servers[number].open_requests();
+                let text = format!("apiserver {number} has {count} streams left over");
+                record.findings.violation(text);
+            }
+        }
+        let mut hasher = DefaultHasher::new();
+        self.network.hash().hash(&mut hasher);
+        record.observations.hash(&mut hasher);
+        let lines = record.lines.unwrap_or_default();
+        let lines = lines.into_iter().map(|(at, line)| format!("{at:?} {line}\n"));
+        ShellRun {
+            packets: self.network.packets(),
+            hash: hasher.finish(),
+            log: self.network.log() + &lines.collect::<String>(),
+            findings: record.findings,
+        }
+    }
+}
+
+impl Node {
+    /// Every endpoint without a fault that lasts is ready again a minute after the end of the scenario, and nothing of the
+    /// clients is left over.
+    fn check(&self, number: usize, faults: &[Fault], findings: &mut Findings) {
+        for upstream in &self.program.active.upstreams {
+            for (server, endpoint) in upstream.endpoints().iter().enumerate() {
+                let lasts = |fault: &Fault| fault.server == server && fault.lasts();
+                let state = endpoint.state();
+                if state != EndpointState::Ready && !faults.iter().any(lasts) {
+                    let state = state.as_str();
+                    let text = format!("node {number}: endpoint {server} is {state} at the end");
+                    findings.violation(text);
+                }
+            }
+        }
+        let metrics = self.program.metrics.render();
+        for line in metrics.lines().filter(|line| is_left_over(line)) {
+            findings.violation(format!("node {number}: {line} is left over"));
+        }
+    }
+}
+
+/// What is zero when all clients have gone.
+const EMPTY_GAUGES: [&str; 7] = [
+    "jackstay_requests_in_flight",
+    "jackstay_watches",
+    "jackstay_held_watches",
+    "jackstay_held_body_bytes",
+    "jackstay_held_frame_bytes",
+    "jackstay_tunnels",
+    "jackstay_downstream_connections",
+];
+
+/// Whether a line of the metrics is one of [`EMPTY_GAUGES`] and not zero.
+fn is_left_over(line: &str) -> bool {
+    let Some((series, value)) = line.rsplit_once(' ') else { return false };
+    let name = series.split('{').next().unwrap_or(series);
+    EMPTY_GAUGES.contains(&name) && value != "0"
+}
+
+/// What a client does until it is stopped.
+async fn client(peer: Peer, role: Role) {
+    let number = peer.id.number;
+    match role {
+        Role::Readers => {
+            let plan = ReaderPlan {
+                collection: Collection::PODS,
+                objects: store::PODS,
+                interval: Duration::from_millis(100),
+            };
+            peers::reader::run(peer, plan).await;
+        }
+        Role::Writers => {
+            let plan = WriterPlan {
+                collection: Collection::CONFIG_MAPS,
+                objects: store::CONFIG_MAPS,
+                interval: Duration::from_millis(200),
+            };
+            peers::writer::run(peer, plan).await;
+        }
+        Role::Informers if number.is_multiple_of(4) => {
+            peers::informer::run(peer, Collection::PODS).await;
+        }
+        Role::Informers => peers::informer::run(peer, Collection::CONFIG_MAPS).await,
+        Role::Kubelets => {
+            let name = format!("node-{number}");
+            peers::lease::run_kubelet(peer, Collection::NODE_LEASES, name).await;
+        }
+        Role::Leaders => {
+            let name = format!("leader-{number}");
+            peers::lease::run_leader(peer, Collection::LEADER_LEASES, name).await;
+        }
+        Role::Bulk | Role::Hostile => {}
+    }
+}

@@ -1,0 +1,131 @@
+//! The apiservers of a run: processes on hosts of their own over one store.
+
+use std::io;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::Duration;
+
+use jackstay_apiserver::cluster::Cluster;
+use jackstay_apiserver::{ApiServer, Options};
+use jackstay_sys::sockets::stream::TcpListener;
+
+use super::certificates::Certificates;
+use super::process::Process;
+use super::program::APISERVER_PORT;
+use crate::faults::FaultKind;
+use crate::net::sockets::SocketNetwork;
+use crate::net::{HostId, ProcessId, ProcessState};
+
+/// The shortest time that a request takes. Up to as much is added at random.
+const SERVICE_TIME: Duration = Duration::from_micros(600);
+/// Time from a change in the store to the watch cache.
+const CACHE_LAG: Duration = Duration::from_millis(1);
+/// How long a server that shuts down serves the streams that are open.
+const SHUTDOWN_GRACE: Duration = Duration::from_secs(2);
+
+/// An apiserver.
+pub struct Apiserver {
+    network: SocketNetwork,
+    /// Its number as a process of the network.
+    number: ProcessId,
+    server: ApiServer,
+    process: Process,
+    is_running: bool,
+}
+
+impl Apiserver {
+    /// Starts an apiserver on a host.
+    ///
+    /// # Errors
+    /// Its certificate cannot be issued, or the host has another one.
+    pub fn start(
+        network: &SocketNetwork,
+        host: HostId,
+        cluster: &Cluster,
+        certificates: &Certificates,
+        max_streams: u32,
+    ) -> io::Result<Self> {
+        let address = SocketNetwork::address_of(host).to_string();
+        let mut options = Options::named(&format!("apiserver-{host}"));
+        options.certificate = Some(certificates.serving(&[&address])?);
+        let server = ApiServer::new(cluster, certificates.pki(), options)?;
+        server.set_faults(|faults| {
+            faults.service_time = Some(SERVICE_TIME..=2 * SERVICE_TIME);
+            faults.cache_lag = Some(CACHE_LAG);
+            faults.max_streams = Some(max_streams);
+        });
+        let number = network.add_process(host);
+        let process = serve(network, number, &server)?;
+        Ok(Self { network: network.clone(), number, server, process, is_running: true })
+    }
+
+    /// Begins or ends a fault of the process. Those of the network are not meant here.
+    ///
+    /// # Errors
+    /// A killed process cannot listen again.
+    pub fn set_fault(&mut self, kind: FaultKind, begins: bool) -> io::Result<()> {
+        match kind {
+            FaultKind::Stop if begins => {
+                self.is_running = false;
+                self.network.set_process(self.number, ProcessState::Stopped);
+                self.process.stop();
+            }
+            FaultKind::Stop => {
+                self.is_running = true;
+                self.network.set_process(self.number, ProcessState::Running);
+                self.process.cont();
+            }
+            FaultKind::Kill if begins => self.kill(),
+            FaultKind::Kill => self.restart()?,
+            FaultKind::ShutDown if begins => self.server.drain(SHUTDOWN_GRACE),
+            FaultKind::ShutDown => {
+                self.kill();
+                self.restart()?;
+            }
+            _ => self.server.set_faults(|faults| match kind {
+                FaultKind::Hang => (faults.hang, faults.unready) = (begins, begins),
+                FaultKind::Unready => faults.unready = begins,
+                FaultKind::Forbid => faults.rbac_empty = begins,
+                FaultKind::Slow(time) => {
+                    let time = if begins { time } else { SERVICE_TIME };
+                    faults.service_time = Some(time..=2 * time);
+                }
+                FaultKind::Overload => faults.max_in_flight = begins.then_some(0),
+                FaultKind::Lag(lag) => {
+                    faults.cache_lag = Some(if begins { lag } else { CACHE_LAG });
+                }
+                FaultKind::Goaway(chance) => {
+                    faults.goaway_chance = if begins { chance } else { 0.0 }
+                }
+                _ => {}
+            }),
+        }
+        Ok(())
+    }
+
+    /// The requests and watches that a running server serves.
+    pub fn open_requests(&self) -> u64 {
+        let counters = self.server.counters();
+        let open = counters.in_flight.load(Relaxed) + counters.watches.load(Relaxed);
+        if self.is_running { open } else { 0 }
+    }
+
+    fn kill(&mut self) {
+        // Its kernel closes the sockets before the program could.
+        self.network.set_process(self.number, ProcessState::Dead);
+        self.process.kill();
+        self.is_running = false;
+    }
+
+    fn restart(&mut self) -> io::Result<()> {
+        self.network.set_process(self.number, ProcessState::Running);
+        self.process = serve(&self.network, self.number, &self.server)?;
+        self.is_running = true;
+        Ok(())
+    }
+}
+
+/// Starts the process of a server.
+fn serve(network: &SocketNetwork, number: ProcessId, server: &ApiServer) -> io::Result<Process> {
+    let listener = network.listen(number, APISERVER_PORT)?;
+    Ok(Process::start(server.serve(TcpListener::Virtual(listener))))
+}

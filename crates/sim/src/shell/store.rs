@@ -1,0 +1,72 @@
+//! The store of a run: what it has at the beginning, and what it has committed in the end.
+
+use std::io;
+use std::time::SystemTime;
+
+use jackstay_apiserver::WallClock;
+use jackstay_apiserver::cluster::{ChangeType, Cluster, Commit};
+use jackstay_apiserver::kinds::{self, Kind};
+
+use crate::checker::{Change, ChangeKind, Collection, History};
+use crate::peers::objects;
+
+/// Pods in the store.
+pub const PODS: u32 = 20;
+/// Config maps in the store that every client may write.
+pub const CONFIG_MAPS: u32 = 20;
+
+/// A store with the objects that clients read and write.
+///
+/// # Errors
+/// An object is not accepted.
+pub fn filled(date: SystemTime) -> io::Result<Cluster> {
+    let cluster = Cluster::with_clock(WallClock::starting_at(date));
+    cluster.record_commits(usize::MAX);
+    let kinds: [(&'static Kind, Collection, u32); 2] = [
+        (&kinds::PODS, Collection::PODS, PODS),
+        (&kinds::CONFIG_MAPS, Collection::CONFIG_MAPS, CONFIG_MAPS),
+    ];
+    // Every write has another token, those before the run too.
+    let mut token = u64::MAX;
+    for (kind, collection, count) in kinds {
+        for number in 0..count {
+            let object = objects::object(&collection, &format!("o{number}"), token);
+            token -= 1;
+            let created = cluster.create(kind, collection.namespace, object, false);
+            created.map_err(|error| io::Error::other(error.message))?;
+        }
+    }
+    Ok(cluster)
+}
+
+/// What the store has committed from the beginning on.
+pub fn history(cluster: &Cluster) -> History {
+    let mut history = History::default();
+    for commit in cluster.commits().commits {
+        let request = commit.request.as_deref().and_then(objects::parse_token);
+        history.carried_out.extend(request);
+        history.changes.extend(change(&commit));
+    }
+    history
+}
+
+/// The change that a write has made, if there is one.
+fn change(commit: &Commit) -> Option<Change> {
+    let kind = match commit.change {
+        ChangeType::Added => ChangeKind::Added,
+        ChangeType::Modified => ChangeKind::Modified,
+        ChangeType::Deleted => ChangeKind::Deleted,
+        ChangeType::Unchanged => return None,
+    };
+    Some(Change {
+        version: commit.version,
+        at: commit.at,
+        resource: commit.kind.plural.to_owned(),
+        namespace: commit.namespace().to_owned(),
+        name: commit.name().to_owned(),
+        kind,
+        token: commit.object.value["metadata"]["annotations"][objects::TOKEN]
+            .as_str()
+            .and_then(objects::parse_token),
+    })
+}

@@ -1,0 +1,124 @@
+//! Seeds of the program as it ships. Each run is a process ([`jackstay_sim::shell::kernel`]), so that nothing of one reaches
+//! the next, and the hash of its log is compared with that of a second process.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::process::Command;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::Instant;
+
+use jackstay_sim::scenario::Scenario;
+
+/// What to run.
+#[derive(Debug, Clone, Copy)]
+pub struct Seeds {
+    /// The first one.
+    pub first: u64,
+    /// How many.
+    pub count: u64,
+    /// Every seed whose number is a multiple of it is run twice; 0 for none.
+    pub repeat: u64,
+}
+
+/// Runs one seed in this process, and prints what it has shown.
+pub fn run_one(scenario: &Scenario, seed: u64, trace: bool) -> u64 {
+    let run = match jackstay_sim::shell::run(&(scenario.sim)(seed), scenario.time, trace) {
+        Ok(run) => run,
+        Err(error) => {
+            println!("{}, seed {seed}: cannot run: {error}", scenario.name);
+            return 1;
+        }
+    };
+    if trace {
+        print!("{}", run.log);
+    }
+    println!("{}, seed {seed}: {}", scenario.name, run.findings);
+    println!("{} packets, trace {:016x}", run.packets, run.hash);
+    let broken = scenario.shell_promises().broken_by(&run.findings);
+    for text in &broken {
+        println!("broken: {text}");
+    }
+    u64::from(!broken.is_empty())
+}
+
+/// Runs seeds of a scenario on all processors. The first ones that fail are printed. Returns their number.
+pub fn run_many(scenario: &'static Scenario, seeds: Seeds) -> u64 {
+    #[allow(clippy::disallowed_methods)] // the real time that the runs take
+    let began = Instant::now();
+    let next = AtomicU64::new(seeds.first);
+    let failures = Mutex::new(BTreeMap::new());
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    std::thread::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(|| {
+                loop {
+                    let seed = next.fetch_add(1, Ordering::Relaxed);
+                    if seed >= seeds.first + seeds.count {
+                        return;
+                    }
+                    let twice = seeds.repeat > 0 && seed.is_multiple_of(seeds.repeat);
+                    if let Err(report) = check(scenario, seed, twice) {
+                        let mut failures = failures.lock().unwrap_or_else(PoisonError::into_inner);
+                        failures.insert(seed, report);
+                    }
+                }
+            });
+        }
+    });
+    #[allow(clippy::disallowed_methods)]
+    let seconds = began.elapsed().as_secs_f64();
+    let failures = failures.into_inner().unwrap_or_else(PoisonError::into_inner);
+    for report in failures.values().take(5) {
+        println!("{report}");
+    }
+    println!(
+        "{:<20} {} seeds of the program, {} failed, {:.1} seeds a second",
+        scenario.name,
+        seeds.count,
+        failures.len(),
+        seeds.count as f64 / seconds
+    );
+    failures.len() as u64
+}
+
+/// Runs a seed in a process of its own, or in two.
+fn check(scenario: &Scenario, seed: u64, twice: bool) -> Result<(), String> {
+    let first = run_process(scenario, seed)?;
+    if twice {
+        let second = run_process(scenario, seed)?;
+        if first != second {
+            return Err(format!(
+                "{}: seed {seed} is not repeatable:\n{first}\n{second}\n{}\n",
+                scenario.name,
+                repeat_command(scenario, seed)
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// Runs a seed in a process of its own. Returns its output, or as an error if a promise is broken.
+fn run_process(scenario: &Scenario, seed: u64) -> Result<String, String> {
+    let output = std::env::current_exe().and_then(|program| {
+        let seed = seed.to_string();
+        Command::new(program)
+            .args(["--shell", "--scenario", scenario.name, "--seed", &seed])
+            .output()
+    });
+    let output = output.map_err(|error: io::Error| format!("cannot run the simulator: {error}"))?;
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    if output.status.success() {
+        return Ok(text);
+    }
+    let errors = String::from_utf8_lossy(&output.stderr);
+    Err(format!("{text}{errors}{}, {}\n", output.status, repeat_command(scenario, seed)))
+}
+
+/// The command that repeats the run of a seed with its log.
+fn repeat_command(scenario: &Scenario, seed: u64) -> String {
+    format!(
+        "repeat it: cargo run --profile sim -p jackstay-sim -- --shell --scenario {} --seed {seed} --trace",
+        scenario.name
+    )
+}

@@ -1,0 +1,30 @@
+//! The program as it ships on virtual time: its promises with some seeds, and that a seed decides a run.
+
+use std::process::Command;
+
+const SCENARIOS: [&str; 3] = ["blackhole", "kill", "forgotten-flows"];
+
+/// What a run prints, and whether it keeps its promises. Each run is a process.
+fn run(arguments: &[&str]) -> (String, bool) {
+    let mut program = Command::new(env!("CARGO_BIN_EXE_jackstay-sim"));
+    let output = program.arg("--shell").args(arguments).output().unwrap();
+    let text = [output.stdout, output.stderr].concat();
+    (String::from_utf8(text).unwrap(), output.status.success())
+}
+
+#[test]
+fn lost_paths_and_dead_processes_fail_no_read_and_break_no_watch() {
+    for scenario in SCENARIOS {
+        let (text, kept) = run(&["--scenario", scenario, "--seeds", "3"]);
+        assert!(kept, "{text}");
+    }
+}
+
+#[test]
+fn log_is_a_function_of_the_seed() {
+    let log = |seed| run(&["--scenario", "blackhole", "--seed", seed, "--trace"]).0;
+    let first = log("1");
+    assert!(first.lines().count() > 100, "{first}");
+    assert_eq!(first, log("1"));
+    assert_ne!(first, log("2"));
+}

@@ -14,8 +14,10 @@
 //! * [`faults`], [`scenario`], [`scenarios`], [`invariants`]: what goes wrong, and what must hold.
 
 #![cfg_attr(not(test), warn(clippy::too_many_lines))]
+#![cfg_attr(not(feature = "shell"), allow(dead_code))] // what sockets and real clients use
 
 pub mod apiserver;
+#[cfg(feature = "shell")]
 pub mod checker;
 pub mod client;
 pub mod faults;
@@ -24,12 +26,14 @@ pub mod http2;
 pub mod invariants;
 pub mod net;
 pub mod node;
+#[cfg(feature = "shell")]
 pub mod peers;
 pub mod plots;
 pub mod queue;
 pub mod scenario;
 pub mod scenarios;
 pub mod scheduler;
+#[cfg(feature = "shell")]
 pub mod shell;
 pub mod storms;
 pub mod trace;

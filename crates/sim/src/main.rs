@@ -1,7 +1,6 @@
 //! Runs seeds of the scenarios and prints seeds a second.
 
 mod forever;
-mod shell_runs;
 mod storm_runs;
 
 use std::collections::BTreeMap;
@@ -13,11 +12,9 @@ use std::time::Instant;
 
 use jackstay_sim::scenario::Scenario;
 use jackstay_sim::scenarios::{ALL, by_name};
-use shell_runs::Seeds;
 
 const USAGE: &str = "usage: jackstay-sim [--seeds N | --forever] [--first N] [--until-failure] [--scenario NAME] \
-                     [--seed N [--trace]] [--list], \
-                     jackstay-sim --shell [--seeds N [--repeat N]] [--first N] [--scenario NAME] [--seed N [--trace]], or \
+                     [--seed N [--trace]] [--list], or \
                      jackstay-sim --storms [--nodes N] [--plots DIRECTORY]";
 
 #[allow(clippy::struct_excessive_bools)] // independent flags
@@ -32,18 +29,8 @@ struct Arguments {
     trace: bool,
     list: bool,
     storms: bool,
-    /// The program as it ships.
-    shell: bool,
-    /// One seed in so many runs twice.
-    repeat: u64,
     nodes: Option<usize>,
     plots: Option<PathBuf>,
-}
-
-impl Arguments {
-    fn seeds(&self) -> Seeds {
-        Seeds { first: self.first.unwrap_or(0), count: self.seeds, repeat: self.repeat }
-    }
 }
 
 fn parse(mut args: impl Iterator<Item = String>) -> Result<Arguments, String> {
@@ -57,8 +44,6 @@ fn parse(mut args: impl Iterator<Item = String>) -> Result<Arguments, String> {
         trace: false,
         list: false,
         storms: false,
-        shell: false,
-        repeat: 0,
         nodes: None,
         plots: None,
     };
@@ -79,8 +64,6 @@ fn parse(mut args: impl Iterator<Item = String>) -> Result<Arguments, String> {
             "--trace" => parsed.trace = true,
             "--list" => parsed.list = true,
             "--storms" => parsed.storms = true,
-            "--shell" => parsed.shell = true,
-            "--repeat" => parsed.repeat = number(value()?)?,
             "--nodes" => parsed.nodes = Some(number(value()?)? as usize),
             "--plots" => parsed.plots = Some(value()?.into()),
             _ => return Err(format!("{arg} is unknown; {USAGE}")),
@@ -99,7 +82,6 @@ fn main() -> ExitCode {
     };
     let scenarios: Vec<_> = match arguments.scenario {
         Some(scenario) => vec![scenario],
-        None if arguments.shell => ALL.iter().filter(|one| one.is_run_by_the_shell()).collect(),
         None => ALL.iter().collect(),
     };
     if arguments.list {
@@ -127,8 +109,6 @@ fn main() -> ExitCode {
     let mut failures = 0;
     for scenario in scenarios {
         failures += match arguments.seed {
-            Some(seed) if arguments.shell => shell_runs::run_one(scenario, seed, arguments.trace),
-            None if arguments.shell => shell_runs::run_many(scenario, arguments.seeds()),
             Some(seed) => run_one(scenario, seed, arguments.trace),
             None => run_many(scenario, &arguments),
         };

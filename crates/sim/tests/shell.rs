@@ -6,8 +6,8 @@ const SCENARIOS: [&str; 3] = ["blackhole", "kill", "forgotten-flows"];
 
 /// What a run prints, and whether it keeps its promises. Each run is a process.
 fn run(arguments: &[&str]) -> (String, bool) {
-    let mut program = Command::new(env!("CARGO_BIN_EXE_jackstay-sim"));
-    let output = program.arg("--shell").args(arguments).output().unwrap();
+    let mut program = Command::new(env!("CARGO_BIN_EXE_jackstay-sim-shell"));
+    let output = program.args(arguments).output().unwrap();
     let text = [output.stdout, output.stderr].concat();
     (String::from_utf8(text).unwrap(), output.status.success())
 }

@@ -10,6 +10,7 @@ mod link;
 mod payload;
 mod segments;
 mod socket_state;
+#[cfg(feature = "shell")]
 pub mod sockets;
 mod tcp;
 

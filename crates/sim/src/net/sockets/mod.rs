@@ -7,6 +7,7 @@
 
 mod clock;
 mod listener;
+mod options;
 mod socket_io;
 mod state;
 mod stream;

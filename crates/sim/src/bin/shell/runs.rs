@@ -102,9 +102,7 @@ fn check(scenario: &Scenario, seed: u64, twice: bool) -> Result<(), String> {
 fn run_process(scenario: &Scenario, seed: u64) -> Result<String, String> {
     let output = std::env::current_exe().and_then(|program| {
         let seed = seed.to_string();
-        Command::new(program)
-            .args(["--shell", "--scenario", scenario.name, "--seed", &seed])
-            .output()
+        Command::new(program).args(["--scenario", scenario.name, "--seed", &seed]).output()
     });
     let output = output.map_err(|error: io::Error| format!("cannot run the simulator: {error}"))?;
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -118,7 +116,7 @@ fn run_process(scenario: &Scenario, seed: u64) -> Result<String, String> {
 /// The command that repeats the run of a seed with its log.
 fn repeat_command(scenario: &Scenario, seed: u64) -> String {
     format!(
-        "repeat it: cargo run --profile sim -p jackstay-sim -- --shell --scenario {} --seed {seed} --trace",
+        "repeat it: cargo run --profile sim -p jackstay-sim --bin jackstay-sim-shell -- --scenario {} --seed {seed} --trace",
         scenario.name
     )
 }

@@ -1,0 +1,79 @@
+//! Runs seeds of the scenarios with the program as it ships.
+
+mod runs;
+
+use std::process::ExitCode;
+
+use jackstay_sim::scenario::Scenario;
+use jackstay_sim::scenarios::{ALL, by_name};
+
+use self::runs::Seeds;
+
+const USAGE: &str = "usage: jackstay-sim-shell [--scenario NAME] [--seeds N] [--first N] [--repeat N], \
+                     jackstay-sim-shell --scenario NAME --seed N [--trace], or \
+                     jackstay-sim-shell --list";
+
+struct Arguments {
+    scenario: Option<&'static Scenario>,
+    seeds: Seeds,
+    /// One run, in this process.
+    seed: Option<u64>,
+    trace: bool,
+    list: bool,
+}
+
+fn parse(mut args: impl Iterator<Item = String>) -> Result<Arguments, String> {
+    let mut parsed = Arguments {
+        scenario: None,
+        seeds: Seeds { first: 0, count: 100, repeat: 0 },
+        seed: None,
+        trace: false,
+        list: false,
+    };
+    while let Some(arg) = args.next() {
+        let mut value = || args.next().ok_or(format!("{arg} needs a value"));
+        let number = |text: String| text.parse().map_err(|_| format!("{text} is no number"));
+        match arg.as_str() {
+            "--seeds" => parsed.seeds.count = number(value()?)?,
+            "--first" => parsed.seeds.first = number(value()?)?,
+            "--repeat" => parsed.seeds.repeat = number(value()?)?,
+            "--seed" => parsed.seed = Some(number(value()?)?),
+            "--scenario" => {
+                let name = value()?;
+                let found =
+                    by_name(&name).ok_or(format!("there is no scenario {name}; see --list"))?;
+                parsed.scenario = Some(found);
+            }
+            "--trace" => parsed.trace = true,
+            "--list" => parsed.list = true,
+            _ => return Err(format!("{arg} is unknown; {USAGE}")),
+        }
+    }
+    Ok(parsed)
+}
+
+fn main() -> ExitCode {
+    let arguments = match parse(std::env::args().skip(1)) {
+        Ok(arguments) => arguments,
+        Err(error) => {
+            eprintln!("{error}");
+            return ExitCode::from(2);
+        }
+    };
+    let scenarios: Vec<_> = match arguments.scenario {
+        Some(scenario) => vec![scenario],
+        None => ALL.iter().filter(|scenario| scenario.is_run_by_the_shell()).collect(),
+    };
+    let mut failed = 0;
+    for scenario in scenarios {
+        if arguments.list {
+            println!("{:<20} {}", scenario.name, scenario.about);
+            continue;
+        }
+        failed += match arguments.seed {
+            Some(seed) => runs::run_one(scenario, seed, arguments.trace),
+            None => runs::run_many(scenario, arguments.seeds),
+        };
+    }
+    if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}

@@ -233,7 +233,7 @@ impl Attempt {
         }
         let context = Arc::new(SharedContext {
             bound: ArcSwap::from_pointee(active.listen_addresses().to_vec()),
-            state_dir: ArcSwap::from_pointee(active.config.state_dir.clone()),
+            state_dir: Arc::new(ArcSwap::from_pointee(active.config.state_dir.clone())),
             liveness: LivenessMonitor::start()?,
             system: ResolverFiles::default(),
             host: HostAddresses::of_process(),

@@ -11,13 +11,13 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use arc_swap::ArcSwap;
 use jackstay_sys::{clock, files};
 use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 use tokio::task::spawn_blocking;
 use tokio::time::{sleep_until, timeout};
 
-use super::discovery::SharedContext;
 use crate::upstream::Upstream;
 use crate::upstream::client_key::{ClientHasher, ClientKey};
 use crate::upstream::version_floors::{FloorVersions, MAX_FLOORS, NamedFloor};
@@ -147,21 +147,22 @@ fn identity(upstream: &Upstream) -> String {
     [&*upstream.name, upstream.path_prefix.encoded()].concat()
 }
 
-/// Restores and saves the floors of `upstream` until the process has drained.
+/// Lets `upstream` keep floors, and restores and saves them in `state_dir`, which a reload may replace, until the process
+/// has drained. Without a directory the floors are kept in memory only.
 pub async fn run(
     upstream: Arc<Upstream>,
-    context: Arc<SharedContext>,
+    state_dir: Arc<ArcSwap<Option<PathBuf>>>,
     mut draining: watch::Receiver<bool>,
 ) {
     let started = clock::now();
-    restore(&upstream, &context).await;
+    restore(&upstream, &state_dir).await;
     upstream.version_floors.set_hasher(ClientHasher::default());
     let mut saved = None;
-    save_if_changed(&upstream, &context, &mut saved).await;
+    save_if_changed(&upstream, &state_dir, &mut saved).await;
     let read_again = async {
         for at in READ_AGAIN {
             sleep_until((started + at).into()).await;
-            restore(&upstream, &context).await;
+            restore(&upstream, &state_dir).await;
         }
         std::future::pending::<()>().await;
     };
@@ -171,7 +172,7 @@ pub async fn run(
             // Floors of a lost history must not be restored after the next start.
             let _ = timeout(INTERVAL, upstream.restores.recognised_after(notice)).await;
             notice = upstream.restores.recognised_notice();
-            save_if_changed(&upstream, &context, &mut saved).await;
+            save_if_changed(&upstream, &state_dir, &mut saved).await;
         }
     };
     tokio::select! {
@@ -179,12 +180,12 @@ pub async fn run(
         () = save => {}
         _ = draining.wait_for(|draining| *draining) => {}
     }
-    save_if_changed(&upstream, &context, &mut saved).await;
+    save_if_changed(&upstream, &state_dir, &mut saved).await;
 }
 
 /// Reads the file, on another thread, because a disk may hang.
-async fn restore(upstream: &Upstream, context: &SharedContext) {
-    let Some(dir) = context.state_dir.load().as_ref().clone() else { return };
+async fn restore(upstream: &Upstream, state_dir: &ArcSwap<Option<PathBuf>>) {
+    let Some(dir) = state_dir.load().as_ref().clone() else { return };
     let (path, name) = (path(&dir, &upstream.name), identity(upstream));
     let file = path.clone();
     let read = move || match files::read_text(&file, MAX_FILE) {
@@ -214,10 +215,10 @@ async fn restore(upstream: &Upstream, context: &SharedContext) {
 /// Writes the file if its content is not `saved`, on another thread.
 async fn save_if_changed(
     upstream: &Upstream,
-    context: &SharedContext,
+    state_dir: &ArcSwap<Option<PathBuf>>,
     saved: &mut Option<SavedFloors>,
 ) {
-    let Some(dir) = context.state_dir.load().as_ref().clone() else { return };
+    let Some(dir) = state_dir.load().as_ref().clone() else { return };
     let Some(hasher) = upstream.version_floors.hasher() else { return };
     let now = SavedFloors { secret: *hasher.secret(), floors: upstream.version_floors.all() };
     if saved.as_ref() == Some(&now) {

@@ -104,7 +104,7 @@ impl Tasks {
                 let endpoints = discovery::run(Arc::clone(upstream), Arc::clone(&self.context));
                 let floors = saved_floors::run(
                     Arc::clone(upstream),
-                    Arc::clone(&self.context),
+                    Arc::clone(&self.context.state_dir),
                     self.draining.clone(),
                 );
                 let tasks = [

@@ -52,7 +52,7 @@ pub struct SharedContext {
     /// Addresses to which this process's listeners are bound.
     pub bound: ArcSwap<Vec<std::net::SocketAddr>>,
     /// Directory of the state files, if they are written.
-    pub state_dir: ArcSwap<Option<PathBuf>>,
+    pub state_dir: Arc<ArcSwap<Option<PathBuf>>>,
     /// Reports stalled controllers.
     pub liveness: LivenessMonitor,
     /// The system files that DNS lookups read.

@@ -147,7 +147,7 @@ fn new_connection() -> Arc<ConnectionStats> {
 fn shared(state_dir: Option<PathBuf>) -> Arc<SharedContext> {
     Arc::new(SharedContext {
         bound: ArcSwap::default(),
-        state_dir: ArcSwap::from_pointee(state_dir),
+        state_dir: Arc::new(ArcSwap::from_pointee(state_dir)),
         liveness: LivenessMonitor::start().unwrap(),
         system: crate::net::dns::ResolverFiles::default(),
         host: crate::control::host_addresses::HostAddresses::of_process(),

@@ -16,6 +16,7 @@ use jackstay::app::active::ActiveConfig;
 use jackstay::app::drain_signal::DrainSignal;
 use jackstay::app::worker::{Command, Role, WorkerSetup};
 use jackstay::control::endpoint_set::EndpointSetWriter;
+use jackstay::control::saved_floors;
 use jackstay::net::loaded_files::LoadedFiles;
 use jackstay::observe::{Liveness, Metrics};
 use jackstay::proxy::identity_lane::IdentityLane;
@@ -89,12 +90,15 @@ pub fn start(
     let (drain, draining) = watch::channel(false);
     let (close, closed) = watch::channel(false);
     let (force, forced) = watch::channel(false);
-    let signals = (DrainSignal::new(draining, closed), forced);
+    let signals = (DrainSignal::new(draining.clone(), closed), forced);
     let commands = start_workers(&active, &metrics, &signals, (network, process))?;
     let writers = active.upstreams.iter().map(|one| EndpointSetWriter::new(Arc::clone(one)));
     let writers: Vec<_> = writers.collect();
     for upstream in &active.upstreams {
         spawn_local(jackstay::control::canary::run(Arc::clone(upstream)));
+        // Without a directory, as configured.
+        let floors = saved_floors::run(Arc::clone(upstream), Arc::default(), draining.clone());
+        spawn_local(floors);
     }
     spawn_local(upkeep(Arc::clone(&metrics)));
     let held = Held { _writers: writers, _signals: [drain, close, force], _commands: commands };

@@ -28,3 +28,13 @@ fn log_is_a_function_of_the_seed() {
     assert_eq!(first, log("1"));
     assert_ne!(first, log("2"));
 }
+
+/// In both seeds lists of any version were older than one before when the program had no floors.
+#[test]
+fn read_does_not_go_back_when_a_cache_lags() {
+    for seed in ["2", "4"] {
+        let (text, _) = run(&["--scenario", "lag", "--seed", seed]);
+        assert!(text.contains(&format!("lag, seed {seed}: reads 300 (0 failed")), "{text}");
+        assert!(!text.contains("goes back"), "{text}");
+    }
+}

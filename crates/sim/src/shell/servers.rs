@@ -75,9 +75,9 @@ impl Apiserver {
                 self.process.cont();
             }
             FaultKind::Kill if begins => self.kill(),
-            FaultKind::Kill => self.restart()?,
             FaultKind::ShutDown if begins => self.server.drain(SHUTDOWN_GRACE),
-            FaultKind::ShutDown => {
+            // After another fault that has ended meanwhile, the process runs again.
+            FaultKind::Kill | FaultKind::ShutDown => {
                 self.kill();
                 self.restart()?;
             }

@@ -75,6 +75,9 @@ async fn response_to(
     let context = RequestContext::new(server, connection, parts);
     let audit_number = context.record();
     let in_flight = Counted::new(&context.server, |counters| &counters.in_flight);
+    let own_request = context
+        .is_of_prober()
+        .then(|| Counted::new(&context.server, |counters| &counters.own_requests_of_jackstay));
     let is_probe = context.is_probe();
     let scripted = if is_probe {
         context.apply_delays().await;
@@ -93,7 +96,7 @@ async fn response_to(
         // The request remains in flight until the client gives up.
         std::future::pending::<()>().await;
     }
-    drop(in_flight);
+    drop((in_flight, own_request));
     if !is_probe && fastrand::f64() < context.server.faults.borrow().goaway_chance {
         context.connection.goaway.notify_one();
     }
@@ -129,10 +132,14 @@ impl RequestContext {
         matches!(self.parts.uri.path(), "/healthz" | "/livez" | "/readyz")
     }
 
+    /// Whether jackstay asks for itself.
+    fn is_of_prober(&self) -> bool {
+        self.header("user-agent") == Some("jackstay-readyz")
+    }
+
     /// Whether it is a health check, or a prober reads the version with one.
     fn is_probe(&self) -> bool {
-        let is_prober = self.header("user-agent") == Some("jackstay-readyz");
-        self.is_health() || is_prober && self.parts.uri.path() == "/version"
+        self.is_health() || self.is_of_prober() && self.parts.uri.path() == "/version"
     }
 
     fn verb(&self) -> &'static str {

@@ -133,6 +133,8 @@ pub struct Counters {
     pub requests: AtomicU64,
     /// Requests without a response head so far.
     pub in_flight: AtomicU64,
+    /// Those of [`Self::in_flight`] that jackstay asks for itself.
+    pub own_requests_of_jackstay: AtomicU64,
     /// Running watches.
     pub watches: AtomicU64,
 }

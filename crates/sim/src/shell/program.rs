@@ -6,7 +6,7 @@
 use std::collections::HashMap;
 use std::fmt::Write as _;
 use std::io;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -56,17 +56,28 @@ pub struct Program {
     pub metrics: Arc<Metrics>,
     /// Its configuration with the upstreams.
     pub active: ActiveConfig,
+    writers: Vec<EndpointSetWriter>,
     _held: Held,
 }
 
 /// What the control thread holds as long as the process runs.
 #[derive(Debug)]
 struct Held {
-    _writers: Vec<EndpointSetWriter>,
     /// It has no signal to drain.
     _signals: [watch::Sender<bool>; 3],
     /// The workers end without them.
     _commands: Vec<UnboundedSender<Command>>,
+}
+
+impl Program {
+    /// Removes an apiserver from the endpoint sets, as discovery does.
+    pub fn remove_endpoint(&self, address: IpAddr) {
+        for writer in &self.writers {
+            let mut specs = writer.current();
+            specs.retain(|spec| spec.address.host != address.to_string());
+            writer.apply(&specs);
+        }
+    }
 }
 
 /// Starts jackstay as the process of that number, and serves its clients on [`PORT`].
@@ -101,8 +112,8 @@ pub fn start(
         spawn_local(floors);
     }
     spawn_local(upkeep(Arc::clone(&metrics)));
-    let held = Held { _writers: writers, _signals: [drain, close, force], _commands: commands };
-    Ok(Rc::new(Program { metrics, active, _held: held }))
+    let held = Held { _signals: [drain, close, force], _commands: commands };
+    Ok(Rc::new(Program { metrics, active, writers, _held: held }))
 }
 
 /// Starts a worker that accepts and the identity lane.

@@ -23,7 +23,9 @@ use crate::checker::{self, ClientId, Collection};
 use crate::faults::{Fault, FaultKind};
 use crate::invariants::Findings;
 use crate::net::sockets::SocketNetwork;
-use crate::net::{HostId, Link};
+use crate::net::{HostId, Link, SocketOptions};
+use crate::peers::bulk::BulkMode;
+use crate::peers::hostile::Hostility;
 use crate::peers::reader::ReaderPlan;
 use crate::peers::transport::{Client, ClientOptions};
 use crate::peers::writer::WriterPlan;
@@ -36,9 +38,6 @@ const START: Duration = Duration::from_secs(1_893_456_000);
 const STARTED: Duration = Duration::from_secs(1_893_452_400);
 /// The time for what clients have left to end.
 const REST: Duration = Duration::from_secs(60);
-
-/// The longest time that a server without a fault needs for a probe.
-const LONGEST_PROBE: Duration = Duration::from_millis(300);
 
 /// The result of a run.
 #[derive(Debug)]
@@ -106,6 +105,9 @@ impl World {
         });
         let certificates = Certificates::new()?;
         let cluster = store::filled(UNIX_EPOCH + START)?;
+        if sim.roles().any(|role| role == Role::Bulk) {
+            store::add_secrets(&cluster)?;
+        }
         let mut servers = Vec::new();
         for host in 0..sim.endpoints as HostId {
             let max_streams = sim.max_streams as u32;
@@ -153,7 +155,8 @@ impl World {
 
     /// What a client of a node has.
     fn peer(&self, (host, number): (HostId, u16), node: usize, stop: &Stop) -> io::Result<Peer> {
-        let network = self.network.of_process(self.network.add_process(host));
+        let network =
+            self.network.of_process_with(self.network.add_process(host), SocketOptions::go());
         let address = (Ipv4Addr::LOCALHOST, PORT).into();
         let name = ServerName::try_from("localhost").map_err(io::Error::other)?;
         let tls = self.certificates.client()?;
@@ -199,6 +202,10 @@ impl World {
                 self.network.forget_flows(host, dropped);
             }
             FaultKind::ForgetFlows { .. } => {}
+            FaultKind::Remove if begins => {
+                let address = SocketNetwork::address_of(host);
+                self.nodes.iter().for_each(|node| node.program.remove_endpoint(address));
+            }
             FaultKind::Loss(loss) => {
                 let loss = if begins { loss } else { 0.0 };
                 self.network.change_links(host, |link| link.loss = loss);
@@ -222,10 +229,6 @@ impl World {
     async fn finish(self, faults: &[Fault]) -> ShellRun {
         self.stopper.stop();
         sleep(REST).await;
-        if (0..self.servers.len()).any(|number| self.has_leftovers(number, faults)) {
-            // It may be a probe.
-            sleep(LONGEST_PROBE).await;
-        }
         let mut record = self.observer.take();
         let history = store::history(&self.cluster);
         checker::check(&history, &record.observations, &mut record.findings);
@@ -325,6 +328,13 @@ async fn client(peer: Peer, role: Role) {
             let name = format!("leader-{number}");
             peers::lease::run_leader(peer, Collection::LEADER_LEASES, name).await;
         }
-        Role::Bulk | Role::Hostile => {}
+        Role::Bulk => {
+            let modes = [BulkMode::Pages, BulkMode::Whole, BulkMode::Slow];
+            let mode = modes[usize::from(number) % modes.len()];
+            peers::bulk::run(peer, Collection::SECRETS, mode).await;
+        }
+        Role::Hostile => {
+            peers::hostile::run(peer, Collection::PODS, store::PODS, Hostility::Burst).await;
+        }
     }
 }

@@ -13,7 +13,7 @@ use super::process::Process;
 use super::program::APISERVER_PORT;
 use crate::faults::FaultKind;
 use crate::net::sockets::SocketNetwork;
-use crate::net::{HostId, ProcessId, ProcessState};
+use crate::net::{HostId, ProcessId, ProcessState, SocketOptions};
 
 /// The shortest time that a request takes. Up to as much is added at random.
 const SERVICE_TIME: Duration = Duration::from_micros(600);
@@ -102,10 +102,12 @@ impl Apiserver {
         Ok(())
     }
 
-    /// The requests and watches that a running server serves.
+    /// The requests and watches of clients that a running server serves.
     pub fn open_requests(&self) -> u64 {
         let counters = self.server.counters();
-        let open = counters.in_flight.load(Relaxed) + counters.watches.load(Relaxed);
+        let probes = counters.own_requests_of_jackstay.load(Relaxed);
+        let requests = counters.in_flight.load(Relaxed) - probes;
+        let open = requests + counters.watches.load(Relaxed);
         if self.is_running { open } else { 0 }
     }
 
@@ -126,6 +128,6 @@ impl Apiserver {
 
 /// Starts the process of a server.
 fn serve(network: &SocketNetwork, number: ProcessId, server: &ApiServer) -> io::Result<Process> {
-    let listener = network.listen(number, APISERVER_PORT)?;
+    let listener = network.listen_with(number, APISERVER_PORT, SocketOptions::go())?;
     Ok(Process::start(server.serve(TcpListener::Virtual(listener))))
 }

@@ -6,14 +6,20 @@ use std::time::SystemTime;
 use jackstay_apiserver::WallClock;
 use jackstay_apiserver::cluster::{ChangeType, Cluster, Commit};
 use jackstay_apiserver::kinds::{self, Kind};
+use serde_json::json;
 
 use crate::checker::{Change, ChangeKind, Collection, History};
 use crate::peers::objects;
+use crate::world;
 
 /// Pods in the store.
 pub const PODS: u32 = 20;
 /// Config maps in the store that every client may write.
 pub const CONFIG_MAPS: u32 = 20;
+/// Bytes of a secret in base64, which with its metadata has 1.5 KB.
+const SECRET_PAYLOAD: usize = 1_200;
+/// The first token of the secrets, which are below those of the other objects.
+const SECRET_TOKENS: u64 = u64::MAX - (1 << 20);
 
 /// A store with the objects that clients read and write.
 ///
@@ -37,6 +43,23 @@ pub fn filled(date: SystemTime) -> io::Result<Cluster> {
         }
     }
     Ok(cluster)
+}
+
+/// Adds [`world::SECRETS`] secrets of 1.5 KB each, which bulk readers list.
+///
+/// # Errors
+/// An object is not accepted.
+pub fn add_secrets(cluster: &Cluster) -> io::Result<()> {
+    let payload = "AAAA".repeat(SECRET_PAYLOAD / 4);
+    for number in 0..world::SECRETS {
+        let token = SECRET_TOKENS + u64::from(number);
+        let collection = Collection::SECRETS;
+        let mut object = objects::object(&collection, &format!("o{number}"), token);
+        object["data"] = json!({ "payload": payload });
+        let created = cluster.create(&kinds::SECRETS, collection.namespace, object, false);
+        created.map_err(|error| io::Error::other(error.message))?;
+    }
+    Ok(())
 }
 
 /// What the store has committed from the beginning on.

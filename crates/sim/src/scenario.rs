@@ -361,7 +361,8 @@ impl Scenario {
 
     /// Whether seeds of it are run with the program as it ships. The others still need the copy of its executor.
     pub fn is_run_by_the_shell(&self) -> bool {
-        matches!(self.name, "blackhole" | "kill" | "forgotten-flows")
+        // `pool-ends` ends the task of a pool, which the program does only when its requests have ended.
+        !matches!(self.name, "bulk" | "lag" | "random" | "pool-ends")
     }
 
     /// What is promised of the program as it ships.

@@ -30,6 +30,8 @@ pub struct Apiserver {
     server: ApiServer,
     process: Process,
     is_running: bool,
+    /// Until a fault that overlaps others starts it again.
+    is_dead: bool,
 }
 
 impl Apiserver {
@@ -55,7 +57,14 @@ impl Apiserver {
         });
         let number = network.add_process(host);
         let process = serve(network, number, &server)?;
-        Ok(Self { network: network.clone(), number, server, process, is_running: true })
+        Ok(Self {
+            network: network.clone(),
+            number,
+            server,
+            process,
+            is_running: true,
+            is_dead: false,
+        })
     }
 
     /// Begins or ends a fault of the process. Those of the network are not meant here.
@@ -64,6 +73,8 @@ impl Apiserver {
     /// A killed process cannot listen again.
     pub fn set_fault(&mut self, kind: FaultKind, begins: bool) -> io::Result<()> {
         match kind {
+            // Another fault may have killed it.
+            FaultKind::Stop if self.is_dead => {}
             FaultKind::Stop if begins => {
                 self.is_running = false;
                 self.network.set_process(self.number, ProcessState::Stopped);
@@ -115,13 +126,17 @@ impl Apiserver {
         // Its kernel closes the sockets before the program could.
         self.network.set_process(self.number, ProcessState::Dead);
         self.process.kill();
-        self.is_running = false;
+        (self.is_running, self.is_dead) = (false, true);
     }
 
+    /// Starts a killed server again.
     fn restart(&mut self) -> io::Result<()> {
+        if !self.is_dead {
+            return Ok(());
+        }
         self.network.set_process(self.number, ProcessState::Running);
         self.process = serve(&self.network, self.number, &self.server)?;
-        self.is_running = true;
+        (self.is_running, self.is_dead) = (true, false);
         Ok(())
     }
 }

@@ -361,13 +361,19 @@ impl Scenario {
 
     /// Whether seeds of it are run with the program as it ships. The others still need the copy of its executor.
     pub fn is_run_by_the_shell(&self) -> bool {
-        // `pool-ends` ends the task of a pool, which the program does only when its requests have ended.
-        !matches!(self.name, "bulk" | "lag" | "random" | "pool-ends")
+        // `pool-ends` ends the task of a pool, which the program does only when its requests have ended. A run of `bulk`
+        // takes seconds.
+        !matches!(self.name, "bulk" | "pool-ends")
     }
 
     /// What is promised of the program as it ships.
     pub fn shell_promises(&self) -> Promises {
-        self.promises
+        match self.name {
+            // Unlike those of the model, readers also make most-recent reads. A list of them waits until the cache has
+            // caught up, for at most 3 s (apiserver, `cacher/watch_cache.go`, `blockTimeout`).
+            "lag" => Promises { slowest_read: Duration::from_millis(3_100), ..self.promises },
+            _ => self.promises,
+        }
     }
 
     /// The command that repeats the run of a seed with its log.

@@ -131,9 +131,6 @@ impl Apiserver {
 
     /// Starts a killed server again.
     fn restart(&mut self) -> io::Result<()> {
-        if !self.is_dead {
-            return Ok(());
-        }
         self.network.set_process(self.number, ProcessState::Running);
         self.process = serve(&self.network, self.number, &self.server)?;
         (self.is_running, self.is_dead) = (true, false);

@@ -5,9 +5,11 @@
 //! full. A watch from a version before an evicted or compacted change gets 410.
 
 mod commits;
+mod object;
 mod past;
 
 pub use self::commits::{ChangeType, Commit, CommitLog};
+pub use self::object::{Event, Object};
 
 use self::commits::Recorder;
 use crate::audit::Audit;
@@ -18,14 +20,13 @@ use crate::resource;
 use crate::selector::Selector;
 use crate::status_error::StatusError;
 use crate::wall_clock::WallClock;
-use bytes::Bytes;
 use jackstay_sys::clock;
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::ops::Bound;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use tokio::sync::watch;
 
 /// Default limit of the history, in changes.
@@ -77,34 +78,6 @@ type Key = (&'static str, String, String);
 
 fn key(object: ObjectRef<'_>) -> Key {
     (object.kind.plural, object.namespace.to_owned(), object.name.to_owned())
-}
-
-/// One version of an object, serialized once for all readers.
-#[derive(Debug)]
-pub struct Object {
-    /// The object.
-    pub value: Value,
-    /// `value`, serialized.
-    pub json: Bytes,
-    /// `metadata.resourceVersion`.
-    pub version: u64,
-}
-
-/// A change of one object.
-#[derive(Debug)]
-pub struct Event {
-    /// The version of the change.
-    pub version: u64,
-    /// The resource type.
-    pub kind: &'static Kind,
-    /// The object before the change; `None` if the change created it.
-    pub before: Option<Arc<Object>>,
-    /// The object after the change; a deleted object carries the version of the deletion.
-    pub after: Arc<Object>,
-    /// Whether the change deleted the object.
-    pub deleted: bool,
-    /// When it was committed, by tokio's clock.
-    committed: Instant,
 }
 
 impl Default for Cluster {
@@ -170,6 +143,16 @@ impl Cluster {
     #[must_use]
     pub fn on_behalf_of(&self, audit_id: &str) -> Self {
         Self { request: Some(audit_id.into()), ..self.clone() }
+    }
+
+    /// Records the writes from now on, and keeps the last `limit` of them. 0 records none, which is the default.
+    pub fn record_commits(&self, limit: usize) {
+        lock(&self.shared.state).recorder.set_limit(limit);
+    }
+
+    /// The recorded writes, oldest first.
+    pub fn commits(&self) -> CommitLog {
+        lock(&self.shared.state).recorder.log()
     }
 
     /// The version of the last change.
@@ -482,13 +465,6 @@ impl State {
                 *key_plural == plural && (namespace.is_empty() || *key_namespace == namespace)
             })
             .map(|(_, object)| object)
-    }
-}
-
-impl Object {
-    pub(super) fn new(value: Value, version: u64) -> Self {
-        let json = Bytes::from(value.to_string());
-        Self { value, json, version }
     }
 }
 

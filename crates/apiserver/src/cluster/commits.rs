@@ -1,8 +1,7 @@
 //! A record of all writes that were carried out, for tests that check them: no write twice, no event lost.
 
-use super::{Cluster, Event, Object};
+use super::object::{Event, Object};
 use crate::kinds::Kind;
-use crate::lock;
 use jackstay_sys::clock;
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -80,6 +79,13 @@ pub struct CommitLog {
     pub commits: Vec<Commit>,
 }
 
+impl CommitLog {
+    /// The number of writes of the request with this `Audit-ID`.
+    pub fn count(&self, audit_id: &str) -> usize {
+        self.commits.iter().filter(|commit| commit.request.as_deref() == Some(audit_id)).count()
+    }
+}
+
 /// Keeps the last writes. The default keeps none.
 #[derive(Debug, Default)]
 pub(super) struct Recorder {
@@ -122,6 +128,17 @@ impl Recorder {
         }
     }
 
+    /// Keeps the last `limit` writes.
+    pub fn set_limit(&mut self, limit: usize) {
+        self.limit = limit;
+        self.trim();
+    }
+
+    /// The recorded writes.
+    pub fn log(&self) -> CommitLog {
+        CommitLog { dropped: self.dropped, commits: self.commits.iter().cloned().collect() }
+    }
+
     fn trim(&mut self) {
         while self.commits.len() > self.limit {
             self.commits.pop_front();
@@ -130,30 +147,10 @@ impl Recorder {
     }
 }
 
-impl Cluster {
-    /// Records the writes from now on, and keeps the last `limit` of them. 0 records none, which is the default.
-    pub fn record_commits(&self, limit: usize) {
-        let recorder = &mut lock(&self.shared.state).recorder;
-        recorder.limit = limit;
-        recorder.trim();
-    }
-
-    /// The recorded writes, oldest first.
-    pub fn commits(&self) -> CommitLog {
-        let recorder = &lock(&self.shared.state).recorder;
-        CommitLog { dropped: recorder.dropped, commits: recorder.commits.iter().cloned().collect() }
-    }
-
-    /// The number of recorded writes of the request with this `Audit-ID`.
-    pub fn count_commits(&self, audit_id: &str) -> usize {
-        let recorder = &lock(&self.shared.state).recorder;
-        recorder.commits.iter().filter(|c| c.request.as_deref() == Some(audit_id)).count()
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cluster::Cluster;
     use crate::kinds::{CONFIG_MAPS, ObjectRef};
     use serde_json::{Value, json};
 
@@ -200,7 +197,7 @@ mod tests {
             (ChangeType::Deleted, None, None),
         ];
         assert_eq!(seen, expected);
-        assert_eq!(cluster.count_commits("r2"), 2, "the second one is the same write again");
+        assert_eq!(log.count("r2"), 2, "the second one is the same write again");
         let first = &log.commits[0];
         assert_eq!((first.namespace(), first.name(), first.kind), ("default", "a", &CONFIG_MAPS));
         assert_eq!(first.uid(), log.commits[3].uid());

@@ -69,6 +69,11 @@ fn run(test: impl Future<Output = ()>) {
     tokio::task::LocalSet::new().block_on(&runtime, test);
 }
 
+/// Lets time pass on the paused clock.
+async fn pass(time: Duration) {
+    tokio::time::sleep(time).await;
+}
+
 fn seconds(seconds: u64) -> Duration {
     Duration::from_secs(seconds)
 }

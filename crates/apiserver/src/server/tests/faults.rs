@@ -249,6 +249,6 @@ async fn writes_are_recorded_with_the_audit_id_of_their_request() {
         let headers = [("audit-id", id), ("content-type", content_type)];
         simulation.run(client.request(method, &path, &headers, body)).await.unwrap();
     }
-    let counts = ["w1", "w2", "w3", "w4"].map(|id| simulation.cluster.count_commits(id));
+    let counts = ["w1", "w2", "w3", "w4"].map(|id| simulation.cluster.commits().count(id));
     assert_eq!(counts, [1, 0, 1, 1], "the second create is a conflict");
 }

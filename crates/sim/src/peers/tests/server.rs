@@ -252,7 +252,7 @@ impl Server {
                 pending::<()>().await;
             }
             // A request takes time, so that some are cancelled.
-            tokio::time::sleep(Duration::from_millis(2)).await;
+            super::pass(Duration::from_millis(2)).await;
         };
         tokio::select! {
             biased;

@@ -37,7 +37,7 @@ fn requests_share_one_connection() {
         assert_eq!(client.dials(), 2);
         assert_eq!(Rc::strong_count(&rig.server.open), 2);
         drop(client);
-        tokio::time::sleep(seconds(1)).await;
+        super::pass(seconds(1)).await;
         assert_eq!(Rc::strong_count(&rig.server.open), 1, "a connection is left over");
     });
 }
@@ -77,7 +77,7 @@ fn goaway_ends_no_request_and_the_next_one_has_a_new_connection() {
         assert_eq!(status(&client, &get()).await, Ok(200));
         let running = client.clone();
         let slow = tokio::task::spawn_local(async move { status(&running, &get()).await });
-        tokio::time::sleep(std::time::Duration::from_millis(1)).await;
+        super::pass(std::time::Duration::from_millis(1)).await;
         rig.order(Order::GoAway);
         assert_eq!(slow.await.unwrap(), Ok(200));
         assert_eq!(status(&client, &get()).await, Ok(200));
@@ -93,17 +93,17 @@ fn connection_that_goes_away_takes_no_request_while_its_last_stream_runs() {
         rig.fault(|faults| faults.hangs = true);
         let running = client.clone();
         let held = tokio::task::spawn_local(async move { status(&running, &get()).await });
-        tokio::time::sleep(seconds(1)).await;
+        super::pass(seconds(1)).await;
         rig.fault(|faults| faults.hangs = false);
         rig.order(Order::GoAway);
-        tokio::time::sleep(seconds(1)).await;
+        super::pass(seconds(1)).await;
         let began = tokio::time::Instant::now();
         assert_eq!(status(&client, &get()).await, Ok(200));
         assert!(began.elapsed() < seconds(1));
         assert_eq!((client.dials(), Rc::strong_count(&rig.server.open)), (2, 3));
         // The connection ends with its last stream.
         held.abort();
-        tokio::time::sleep(seconds(1)).await;
+        super::pass(seconds(1)).await;
         assert_eq!(Rc::strong_count(&rig.server.open), 2);
     });
 }
@@ -148,7 +148,7 @@ fn connection_that_is_closed_fails_its_requests() {
         rig.fault(|faults| faults.hangs = true);
         let running = client.clone();
         let open = tokio::task::spawn_local(async move { status(&running, &get()).await });
-        tokio::time::sleep(seconds(1)).await;
+        super::pass(seconds(1)).await;
         rig.order(Order::Close);
         assert_eq!(open.await.unwrap(), Err(Failure::Closed));
     });

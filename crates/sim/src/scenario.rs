@@ -379,7 +379,7 @@ impl Scenario {
     /// The command that repeats the run of a seed with its log.
     pub fn repeat_command(&self, seed: u64) -> String {
         format!(
-            "repeat it: cargo run --release -p jackstay-sim --no-default-features -- --scenario {} --seed {seed} --trace",
+            "repeat it: cargo run --release -p jackstay-sim --bin jackstay-sim --no-default-features -- --scenario {} --seed {seed} --trace",
             self.name
         )
     }

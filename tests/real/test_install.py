@@ -168,6 +168,7 @@ class Install(RigCase, unittest.TestCase):
         # An installation completes after all of these.
         self.install()
         self.uninstall()
+        self.node.wait_ready(4 * READY)
         self.assert_as_before()
 
     def duration_of_changes(self):

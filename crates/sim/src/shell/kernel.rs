@@ -81,11 +81,9 @@ unsafe extern "C" fn clock_gettime(clock: i32, time: *mut Timespec) -> i32 {
     let look = LOOK.load(Ordering::Relaxed);
     let nanoseconds = NANOSECONDS.fetch_add(look, Ordering::Relaxed).cast_signed();
     let now = if nanoseconds == 0 {
-        rustix::time::clock_gettime(if clock == ClockId::Realtime as i32 {
-            ClockId::Realtime
-        } else {
-            ClockId::Monotonic
-        })
+        let others = [ClockId::Realtime, ClockId::ProcessCPUTime, ClockId::ThreadCPUTime];
+        let other = others.into_iter().find(|id| *id as i32 == clock);
+        rustix::time::clock_gettime(other.unwrap_or(ClockId::Monotonic))
     } else {
         Timespec { tv_sec: nanoseconds / 1_000_000_000, tv_nsec: nanoseconds % 1_000_000_000 }
     };

@@ -146,7 +146,7 @@ fn start_workers(
         let listener = network.listen(process, PORT)?;
         sockets.insert(*id, vec![DetachedListener::Virtual(listener)]);
     }
-    // Nobody waits until they are applied.
+    // The workers drop it when they have applied the configuration, for which this function does not wait.
     let (applied, _) = unbounded_channel();
     for (commands, sockets) in [(&lane, HashMap::new()), (&worker, sockets)] {
         let command = Command::Apply(active.desired_state(sockets), applied.clone());

@@ -58,7 +58,7 @@ pub enum DetachedListener {
 /// The socket of a connection whose stream is elsewhere. It does not keep the socket open.
 #[derive(Debug, Clone)]
 pub enum SocketRef {
-    /// Of the kernel. Whoever has it drops it before the socket is closed.
+    /// Of the kernel. Its owner drops it before the socket is closed.
     Kernel(RawFd),
     /// Of a simulation.
     Virtual(Arc<dyn VirtualSocket>),
@@ -191,19 +191,6 @@ impl TcpStream {
         match self {
             Self::Kernel(stream) => stream.into_std().map(DetachedStream::Kernel),
             Self::Virtual(stream) => Ok(DetachedStream::Virtual(stream)),
-        }
-    }
-}
-
-impl DetachedListener {
-    /// The address that it listens on.
-    ///
-    /// # Errors
-    /// What `getsockname(2)` returns.
-    pub fn local_addr(&self) -> io::Result<SocketAddr> {
-        match self {
-            Self::Kernel(listener) => listener.local_addr(),
-            Self::Virtual(listener) => Ok(listener.local_addr()),
         }
     }
 }
@@ -372,6 +359,17 @@ impl TcpListener {
 }
 
 impl DetachedListener {
+    /// The address that it listens on.
+    ///
+    /// # Errors
+    /// What `getsockname(2)` returns.
+    pub fn local_addr(&self) -> io::Result<SocketAddr> {
+        match self {
+            Self::Kernel(listener) => listener.local_addr(),
+            Self::Virtual(listener) => Ok(listener.local_addr()),
+        }
+    }
+
     /// The socket of the kernel.
     ///
     /// # Errors

@@ -44,7 +44,7 @@ impl SocketNetwork {
         self.lock().net.add_process(host)
     }
 
-    /// The address of a host: 10.0.0.1 of the first one. 127.0.0.0/8 is the own host of whoever connects.
+    /// The address of a host: 10.0.0.1 of the first one. 127.0.0.0/8 is the host of the process that connects.
     pub fn address_of(host: HostId) -> IpAddr {
         IpAddr::V4(Ipv4Addr::from_bits((10 << 24) + u32::from(host) + 1))
     }

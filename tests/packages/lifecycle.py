@@ -69,6 +69,15 @@ def serves():
         return False
 
 
+def accepts(port):
+    """Whether a socket listens there, also one that systemd keeps while no process accepts."""
+    try:
+        with socket.create_connection((LISTENER[0], port), 5):
+            return True
+    except ConnectionRefusedError:
+        return False
+
+
 class Server:
     """Takes the place of an apiserver: answers jackstay's probes with 200, and sends back everything else."""
 
@@ -681,9 +690,8 @@ class Restart(Node):
         self.configure(CONFIGURATION.replace("7443", "7444"))
         os.kill(pid, signal.SIGKILL)
         wait_for("another process", lambda: main_pid() not in (0, pid))
-        wait_for("closed socket", lambda: not serves())
-        with socket.create_connection((LISTENER[0], 7444), 5):
-            pass
+        wait_for("new listener", lambda: accepts(7444))
+        self.assertFalse(accepts(7443), "the stored socket of a listener that is gone")
 
     def test_broken_configuration_closes_the_sockets(self):
         pid = main_pid()

@@ -2,12 +2,6 @@
 
 use std::time::Duration;
 
-use crate::net::{HostId, ProcessState};
-use crate::node::Io;
-use crate::scheduler::Event;
-use crate::trace::Entry;
-use crate::world::World;
-
 /// What goes wrong with an apiserver, its host or the path to it.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum FaultKind {
@@ -77,81 +71,6 @@ impl Fault {
             FaultKind::Blackhole | FaultKind::BlackholeOneWay => self.until.is_none(),
             FaultKind::ForgetFlows { dropped } => dropped != [false; 2],
             _ => false,
-        }
-    }
-}
-
-impl World {
-    /// Adds the events of the faults.
-    pub(crate) fn schedule_faults(&mut self) {
-        for (number, fault) in self.faults.iter().enumerate() {
-            for (at, is_end) in [(Some(fault.at), 0), (fault.until, 1)] {
-                if let Some(at) = at {
-                    let at = self.s.time_at(at);
-                    self.s.at(at, Event::Fault(2 * number + is_end));
-                }
-            }
-        }
-    }
-
-    pub(crate) fn begin_or_end_fault(&mut self, number: usize) {
-        self.s.record(Entry::Fault { number: number as u32 });
-        let fault = self.faults[number / 2];
-        let begins = number.is_multiple_of(2);
-        let (server, host) = (fault.server, fault.server as HostId);
-        let default = crate::apiserver::Conditions::default();
-        match fault.kind {
-            FaultKind::Blackhole => {
-                self.net.change_links(host, |link| link.blocked = begins);
-                if !begins {
-                    self.net.reset_lost(&mut self.s, host);
-                }
-            }
-            FaultKind::BlackholeOneWay => {
-                self.net.change_links_to(host, |link| link.blocked = begins);
-            }
-            FaultKind::ForgetFlows { dropped } if begins => self.net.forget_flows(host, dropped),
-            FaultKind::ForgetFlows { .. } => {}
-            FaultKind::Loss(loss) => {
-                self.net.change_links(host, |link| link.loss = if begins { loss } else { 0.0 });
-            }
-            FaultKind::Latency(latency) => self.net.change_links(host, |link| {
-                link.latency =
-                    if begins { latency } else { crate::net::Link::local_network().latency };
-            }),
-            FaultKind::Stop if begins => self.set_server(server, ProcessState::Stopped),
-            FaultKind::Kill if begins => self.set_server(server, ProcessState::Dead),
-            FaultKind::ShutDown if begins => {
-                self.servers[server].shut_down(&mut self.s, &mut self.net);
-            }
-            FaultKind::ShutDown => {
-                self.set_server(server, ProcessState::Dead);
-                self.set_server(server, ProcessState::Running);
-            }
-            FaultKind::Stop | FaultKind::Kill => self.set_server(server, ProcessState::Running),
-            FaultKind::Hang => self.servers[server].conditions.hangs = begins,
-            FaultKind::Unready => self.servers[server].conditions.unready = begins,
-            FaultKind::Slow(time) => {
-                self.servers[server].conditions.service =
-                    if begins { time } else { default.service };
-            }
-            FaultKind::Overload => self.servers[server].conditions.overloaded = begins,
-            FaultKind::Lag(lag) => {
-                self.servers[server].conditions.lag = if begins { lag } else { default.lag };
-            }
-            FaultKind::Goaway(chance) => {
-                self.servers[server].conditions.goaway_chance = if begins { chance } else { 0.0 };
-            }
-            FaultKind::Forbid => self.servers[server].conditions.forbids = begins,
-            FaultKind::Remove | FaultKind::StopPools => {
-                for node in &mut self.nodes {
-                    let mut io = Io { s: &mut self.s, net: &mut self.net };
-                    match fault.kind {
-                        FaultKind::Remove => node.remove_endpoint(&mut io, server),
-                        _ => node.stop_pool(&mut io),
-                    }
-                }
-            }
         }
     }
 }

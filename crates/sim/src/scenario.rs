@@ -5,22 +5,14 @@
 //! use jackstay_sim::scenario::{Role, Sim};
 //!
 //! let second = Duration::from_secs(1);
-//! let run = Sim::seed(7).endpoints(3).clients(Role::Readers, 4).blackhole(0).at(5 * second).run(10 * second);
-//! assert_eq!(run.findings.failed_reads, 0);
+//! let sim = Sim::seed(7).endpoints(3).clients(Role::Readers, 4).blackhole(0).at(5 * second);
+//! assert_eq!(sim.roles().count(), 4);
 //! ```
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use crate::apiserver::{Apiserver, Resource};
-use crate::client::{
-    BulkMode, BulkReader, Burst, Client, Informer, LeaseHolder, Model, Reader, Writer,
-};
 use crate::faults::{Fault, FaultKind, random_fault};
-use crate::fleet::{FleetRun, Load};
-use crate::invariants::{Findings, Promises};
-use crate::node::{Node, Settings};
-use crate::trace::Trace;
-use crate::world::{self, World};
+use crate::invariants::Promises;
 
 /// What clients do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -41,42 +33,19 @@ pub enum Role {
     Hostile,
 }
 
-/// How clients reach the apiservers.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Access {
-    /// Through jackstay on their host.
-    Jackstay,
-    /// Through a load balancer, without jackstay.
-    Balancer,
-}
-
 /// A scenario.
 #[derive(Debug, Clone)]
 pub struct Sim {
     pub(crate) seed: u64,
     pub(crate) endpoints: usize,
     pub(crate) nodes: usize,
-    access: Access,
     clients: Vec<(Role, usize)>,
     pub(crate) faults: Vec<Fault>,
-    pub(crate) settings: Settings,
+    pub(crate) ping_interval: Duration,
+    pub(crate) max_connections: usize,
     pub(crate) max_streams: usize,
     pub(crate) link: Option<(Duration, Duration)>,
     pub(crate) rate: u64,
-    is_fleet: bool,
-}
-
-/// The result of a run.
-#[derive(Debug)]
-pub struct Run {
-    /// The seed.
-    pub seed: u64,
-    /// What was found.
-    pub findings: Findings,
-    /// The log.
-    pub trace: Trace,
-    /// Events of the simulator.
-    pub events: u64,
 }
 
 impl Sim {
@@ -86,14 +55,13 @@ impl Sim {
             seed,
             endpoints: 3,
             nodes: 1,
-            access: Access::Jackstay,
             clients: Vec::new(),
             faults: Vec::new(),
-            settings: Settings::default(),
+            ping_interval: Duration::from_secs(1),
+            max_connections: 4,
             max_streams: 100,
             link: None,
             rate: 0,
-            is_fleet: false,
         }
     }
 
@@ -118,13 +86,6 @@ impl Sim {
         self
     }
 
-    /// Clients connect through a load balancer, without jackstay.
-    #[must_use]
-    pub fn direct(mut self) -> Self {
-        self.access = Access::Balancer;
-        self
-    }
-
     /// `SETTINGS_MAX_CONCURRENT_STREAMS` of the apiservers.
     #[must_use]
     pub fn max_streams(mut self, count: usize) -> Self {
@@ -135,7 +96,7 @@ impl Sim {
     /// `connections.max` of the nodes.
     #[must_use]
     pub fn max_connections(mut self, count: usize) -> Self {
-        self.settings.max_connections = count;
+        self.max_connections = count;
         self
     }
 
@@ -149,15 +110,7 @@ impl Sim {
     /// The time between two PINGs (`health.ping_interval`).
     #[must_use]
     pub fn ping_interval(mut self, interval: Duration) -> Self {
-        self.settings.health.ping_interval = interval;
-        self
-    }
-
-    /// The nodes are many: the network is coarse, there is no log, and bookmarks and histories of the watch caches are
-    /// those of kube-apiserver.
-    #[must_use]
-    pub fn fleet(mut self) -> Self {
-        self.is_fleet = true;
+        self.ping_interval = interval;
         self
     }
 
@@ -218,109 +171,6 @@ impl Sim {
     pub fn roles(&self) -> impl Iterator<Item = Role> {
         self.clients.iter().flat_map(|&(role, count)| std::iter::repeat_n(role, count))
     }
-
-    /// Runs for this time, then ends the clients and looks for what is left over.
-    #[must_use]
-    pub fn run(self, time: Duration) -> Run {
-        let seed = self.seed;
-        let mut world = self.build();
-        world.schedule_faults();
-        world.start();
-        world.advance(time);
-        world.finish();
-        let events = world.s.events();
-        Run { seed, findings: world.findings, trace: world.s.trace, events }
-    }
-
-    /// Runs for this many seconds and reports what the apiservers bear in each. `finishes`: it then ends the clients and
-    /// looks for what is left over.
-    #[must_use]
-    pub fn run_fleet(self, seconds: usize, finishes: bool) -> FleetRun {
-        let mut world = self.build();
-        world.schedule_faults();
-        world.start();
-        let mut load = Load::default();
-        for _ in 0..seconds {
-            world.advance(Duration::from_secs(1));
-            load.sample(&world);
-        }
-        if finishes {
-            world.finish();
-        }
-        FleetRun { load, events: world.s.events(), findings: world.findings }
-    }
-
-    fn build(self) -> World {
-        let hosts = self.endpoints + self.nodes;
-        let mut world = World::new(self.seed, hosts, self.endpoints);
-        if self.is_fleet {
-            world.net.be_coarse();
-            world.s.trace.turn_off();
-        }
-        world.net.change_all_links(|link| {
-            link.rate = self.rate;
-            if let Some((latency, jitter)) = self.link {
-                (link.latency, link.jitter) = (latency, jitter);
-            }
-        });
-        if self.clients.iter().any(|client| client.0 == Role::Bulk) {
-            world.secrets = world::SECRETS;
-        }
-        let mut servers = Vec::new();
-        for at in 0..self.endpoints {
-            let process = world.add_process(at, world::Role::Server(at));
-            let mut server = Apiserver::new(at, process);
-            server.conditions.max_streams = self.max_streams;
-            if self.is_fleet {
-                server.conditions.bookmarks = Duration::from_secs(60);
-                server.conditions.history = u64::MAX;
-            }
-            world.servers.push(server);
-            servers.push(process);
-        }
-        for at in 0..self.nodes {
-            let host = self.endpoints + at;
-            let targets = match self.access {
-                Access::Jackstay => {
-                    let process = world.add_process(host, world::Role::Node(at));
-                    let node = Node::new(at as u16, process, &servers, self.settings, &mut world.s);
-                    world.nodes.push(node);
-                    vec![process]
-                }
-                Access::Balancer => servers.clone(),
-            };
-            for role in self.roles() {
-                let number = world.clients.len();
-                let process = world.add_process(host, world::Role::Client(number));
-                let client = Client::new(
-                    number as u16,
-                    process,
-                    targets.clone(),
-                    model(role, number, world.s.now),
-                );
-                world.clients.push(client);
-            }
-        }
-        world.faults = self.faults;
-        world
-    }
-}
-
-fn model(role: Role, number: usize, now: Instant) -> Box<dyn Model> {
-    let key = number as u32;
-    match role {
-        Role::Readers => Box::new(Reader::new(Duration::from_millis(100))),
-        Role::Writers => Box::new(Writer::new(Duration::from_millis(200))),
-        Role::Informers if number.is_multiple_of(4) => Box::new(Informer::new(Resource::Pods)),
-        Role::Informers => Box::new(Informer::new(Resource::ConfigMaps)),
-        Role::Kubelets => Box::new(LeaseHolder::kubelet(key)),
-        Role::Leaders => Box::new(LeaseHolder::leader(key)),
-        Role::Bulk => {
-            let modes = [BulkMode::Pages, BulkMode::Whole, BulkMode::Slow];
-            Box::new(BulkReader::new(modes[number % modes.len()], now))
-        }
-        Role::Hostile => Box::new(Burst::new(Duration::from_millis(500), 200)),
-    }
 }
 
 /// A scenario with a name, as `jackstay-sim` and the tests run it.
@@ -339,26 +189,6 @@ pub struct Scenario {
 }
 
 impl Scenario {
-    /// Runs a seed.
-    ///
-    /// # Errors
-    /// The broken promises, the command that repeats the run, and its log.
-    pub fn check(&self, seed: u64) -> Result<Run, String> {
-        let run = (self.sim)(seed).run(self.time);
-        let broken = self.promises.broken_by(&run.findings);
-        if broken.is_empty() {
-            return Ok(run);
-        }
-        Err(format!(
-            "{}: seed {seed} broke {} promises:\n  {}\n  {}\n{}\n",
-            self.name,
-            broken.len(),
-            broken.join("\n  "),
-            run.findings,
-            self.repeat_command(seed)
-        ))
-    }
-
     /// Whether seeds of it are run with the program as it ships. The others still need the copy of its executor.
     pub fn is_run_by_the_shell(&self) -> bool {
         // `pool-ends` ends the task of a pool, which the program does only when its requests have ended. A run of `bulk`
@@ -374,13 +204,5 @@ impl Scenario {
             "lag" => Promises { slowest_read: Duration::from_millis(3_100), ..self.promises },
             _ => self.promises,
         }
-    }
-
-    /// The command that repeats the run of a seed with its log.
-    pub fn repeat_command(&self, seed: u64) -> String {
-        format!(
-            "repeat it: cargo run --release -p jackstay-sim --bin jackstay-sim --no-default-features -- --scenario {} --seed {seed} --trace",
-            self.name
-        )
     }
 }

@@ -1,4 +1,4 @@
-//! The connections of a network by number. Those that a coarse network has forgotten take no memory.
+//! The connections of a network by number. Those that are forgotten take no memory.
 
 use std::ops::{Index, IndexMut};
 
@@ -6,18 +6,12 @@ use super::ConnectionId;
 use super::tcp::Connection;
 
 /// The connections.
-#[derive(Debug)]
-pub(super) struct Connections<P>(Vec<Option<Box<Connection<P>>>>);
+#[derive(Debug, Default)]
+pub(super) struct Connections(Vec<Option<Box<Connection>>>);
 
-impl<P> Default for Connections<P> {
-    fn default() -> Self {
-        Self(Vec::new())
-    }
-}
-
-impl<P> Connections<P> {
+impl Connections {
     /// Adds a connection. Returns its number.
-    pub(super) fn push(&mut self, connection: Connection<P>) -> ConnectionId {
+    pub(super) fn push(&mut self, connection: Connection) -> ConnectionId {
         self.0.push(Some(Box::new(connection)));
         (self.0.len() - 1) as ConnectionId
     }
@@ -38,21 +32,21 @@ impl<P> Connections<P> {
     }
 
     /// All connections.
-    pub(super) fn iter_mut(&mut self) -> impl Iterator<Item = &mut Connection<P>> {
+    pub(super) fn iter_mut(&mut self) -> impl Iterator<Item = &mut Connection> {
         self.0.iter_mut().filter_map(|connection| connection.as_deref_mut())
     }
 }
 
-impl<P> Index<ConnectionId> for Connections<P> {
-    type Output = Connection<P>;
+impl Index<ConnectionId> for Connections {
+    type Output = Connection;
 
-    fn index(&self, id: ConnectionId) -> &Connection<P> {
+    fn index(&self, id: ConnectionId) -> &Connection {
         self.0[id as usize].as_deref().expect("the connection is not forgotten")
     }
 }
 
-impl<P> IndexMut<ConnectionId> for Connections<P> {
-    fn index_mut(&mut self, id: ConnectionId) -> &mut Connection<P> {
+impl IndexMut<ConnectionId> for Connections {
+    fn index_mut(&mut self, id: ConnectionId) -> &mut Connection {
         self.0[id as usize].as_deref_mut().expect("the connection is not forgotten")
     }
 }

@@ -1,26 +1,22 @@
-//! Connections whose payload is read: the handshake, keepalive probes, close, reset and failure.
+//! The life of a connection: the handshake, keepalive probes, close, reset and failure.
 
 use std::io;
 use std::task::Waker;
 use std::time::Duration;
 
+use super::clock::Clock;
+use super::log::Entry;
 use super::tcp::Segment;
-use super::{ConnectionId, NetEvent, Network, Payload, Schedule, Side, SocketOptions};
-use crate::trace::Entry;
+use super::{ConnectionId, NetEvent, Network, Side, SocketOptions};
 
 /// Time until the first repetition of the answer to SYN; it doubles (Linux, `TCP_TIMEOUT_INIT`).
 const SYN_ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
 /// Repetitions of the answer to SYN (Linux, `tcp_synack_retries`).
 const SYN_ANSWER_RETRIES: u8 = 5;
 
-impl<P: Payload> Network<P> {
+impl Network {
     /// A listener accepts the SYN of a connection.
-    pub(super) fn answer_syn(
-        &mut self,
-        s: &mut impl Schedule,
-        id: ConnectionId,
-        options: SocketOptions,
-    ) {
+    pub(super) fn answer_syn(&mut self, s: &mut Clock, id: ConnectionId, options: SocketOptions) {
         let end = self.connections[id].end(Side::Server);
         end.socket.set_options(options);
         if !std::mem::replace(&mut end.socket.answered, true) {
@@ -30,12 +26,7 @@ impl<P: Payload> Network<P> {
         }
     }
 
-    pub(super) fn syn_answer_times_out(
-        &mut self,
-        s: &mut impl Schedule,
-        id: ConnectionId,
-        retries: u8,
-    ) {
+    pub(super) fn syn_answer_times_out(&mut self, s: &mut Clock, id: ConnectionId, retries: u8) {
         let end = self.connections[id].end(Side::Server);
         if end.socket.accepted || end.closed {
             return self.forget_if_over(id);
@@ -51,7 +42,7 @@ impl<P: Payload> Network<P> {
     }
 
     /// The answer to SYN has arrived.
-    pub(super) fn complete_connect(&mut self, s: &mut impl Schedule, id: ConnectionId) {
+    pub(super) fn complete_connect(&mut self, s: &mut Clock, id: ConnectionId) {
         let connection = &mut self.connections[id];
         let end = &mut connection.ends[0];
         if end.closed && !connection.established {
@@ -68,12 +59,7 @@ impl<P: Payload> Network<P> {
 
     /// An end has received the last packet of the handshake that it waits for: it knows the round-trip time, if no packet
     /// was repeated, and starts the keepalive timer, if it has one.
-    pub(super) fn complete_handshake(
-        &mut self,
-        s: &mut impl Schedule,
-        id: ConnectionId,
-        side: Side,
-    ) {
+    pub(super) fn complete_handshake(&mut self, s: &mut Clock, id: ConnectionId, side: Side) {
         let end = self.connections[id].end(side);
         if let Some(at) = end.socket.handshake_at {
             end.add_round_trip(s.now().saturating_duration_since(at));
@@ -85,7 +71,7 @@ impl<P: Payload> Network<P> {
         }
     }
 
-    pub(super) fn keepalive_due(&mut self, s: &mut impl Schedule, id: ConnectionId, side: Side) {
+    pub(super) fn keepalive_due(&mut self, s: &mut Clock, id: ConnectionId, side: Side) {
         let end = self.connections[id].end(side);
         let (Some(at), Some(keepalive)) = (end.socket.keepalive_at, end.socket.keepalive) else {
             return end.socket.keepalive_at = None;
@@ -115,7 +101,7 @@ impl<P: Payload> Network<P> {
 
     /// What `TCP_KEEPIDLE` does when it is set: a probe, if the connection has been idle for longer and nothing is
     /// unacknowledged.
-    pub(super) fn probe_now(&mut self, s: &mut impl Schedule, id: ConnectionId, side: Side) {
+    pub(super) fn probe_now(&mut self, s: &mut Clock, id: ConnectionId, side: Side) {
         let end = self.connections[id].end(side);
         let Some(keepalive) = end.socket.keepalive else { return };
         let idle = s.now().saturating_duration_since(end.last_segment);
@@ -129,7 +115,7 @@ impl<P: Payload> Network<P> {
     }
 
     /// Sends FIN after what is queued.
-    pub(super) fn end_stream(&mut self, s: &mut impl Schedule, id: ConnectionId, side: Side) {
+    pub(super) fn end_stream(&mut self, s: &mut Clock, id: ConnectionId, side: Side) {
         let end = self.connections[id].end(side);
         if !end.closed && !std::mem::replace(&mut end.socket.fin_queued, true) {
             self.wakers.extend(end.socket.writer.take());
@@ -139,7 +125,7 @@ impl<P: Payload> Network<P> {
 
     /// The process closes a socket: with RST if bytes are unread or the option says so, otherwise with FIN. The kernel
     /// keeps what is queued until the peer has it.
-    pub(super) fn close_socket(&mut self, s: &mut impl Schedule, id: ConnectionId, side: Side) {
+    pub(super) fn close_socket(&mut self, s: &mut Clock, id: ConnectionId, side: Side) {
         if !self.connections.contains(id) {
             return;
         }
@@ -168,7 +154,7 @@ impl<P: Payload> Network<P> {
     }
 
     /// Sends RST and forgets what is queued.
-    pub(super) fn reset_socket(&mut self, s: &mut impl Schedule, id: ConnectionId, side: Side) {
+    pub(super) fn reset_socket(&mut self, s: &mut Clock, id: ConnectionId, side: Side) {
         let end = self.connections[id].end(side);
         end.closed = true;
         end.socket.reset = true;
@@ -181,7 +167,7 @@ impl<P: Payload> Network<P> {
     /// A connection fails for the process on this side. What has arrived can still be read.
     pub(super) fn fail(
         &mut self,
-        s: &mut impl Schedule,
+        s: &mut Clock,
         id: ConnectionId,
         side: Side,
         kind: io::ErrorKind,
@@ -203,15 +189,11 @@ impl<P: Payload> Network<P> {
         self.forget_if_over(id);
     }
 
-    pub(super) fn reset_of_socket_arrives(
-        &mut self,
-        s: &mut impl Schedule,
-        id: ConnectionId,
-        to: Side,
-    ) {
+    pub(super) fn reset_arrives(&mut self, s: &mut Clock, id: ConnectionId, to: Side) {
         let connection = &mut self.connections[id];
         let is_connecting = to == Side::Client && !connection.established;
         let end = connection.end(to);
+        end.last_segment = s.now();
         if end.closed {
             end.socket.reset = true;
             end.clear();
@@ -231,7 +213,7 @@ impl<P: Payload> Network<P> {
     /// A segment arrives for a socket that its process has closed. Data is lost, and the sender has to know that.
     pub(super) fn segment_for_closed_socket(
         &mut self,
-        s: &mut impl Schedule,
+        s: &mut Clock,
         id: ConnectionId,
         from: Side,
         number: u64,
@@ -255,14 +237,14 @@ impl<P: Payload> Network<P> {
     /// Wakes the task that waits until it may write.
     pub(super) fn may_be_writable(&mut self, id: ConnectionId, side: Side) {
         let end = self.connections[id].end(side);
-        if P::IS_READ && end.socket.writer.is_some() && end.is_writable(true) {
+        if end.socket.writer.is_some() && end.is_writable(true) {
             self.wakers.extend(end.socket.writer.take());
         }
     }
 
     /// Forgets a connection whose ends have no process and nothing to send, so that no packet of it is answered.
     pub(super) fn forget_if_over(&mut self, id: ConnectionId) {
-        if !P::IS_READ || !self.connections.contains(id) {
+        if !self.connections.contains(id) {
             return;
         }
         let [client, server] = &self.connections[id].ends;

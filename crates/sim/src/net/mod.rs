@@ -3,32 +3,28 @@
 //! Kernels and processes are distinct: the kernel of a stopped process accepts connections and acknowledges bytes until
 //! its receive buffer is full, and the process answers nothing.
 
-mod coarse;
+mod clock;
 mod connections;
 mod lifecycle;
 mod link;
-mod payload;
+mod log;
+mod queue;
 mod segments;
 mod socket_state;
-#[cfg(feature = "shell")]
 pub mod sockets;
 mod tcp;
 
-use std::collections::VecDeque;
 use std::io;
 use std::task::Waker;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use jackstay_core::tcp_info::TcpInfo;
-
+use self::clock::Clock;
 use self::connections::Connections;
 pub use self::link::Link;
-pub use self::payload::{Payload, Schedule};
+use self::log::Entry;
 pub use self::socket_state::{Keepalive, SocketOptions};
 pub use self::tcp::Side;
-use self::tcp::{Connection, Content, End, Segment};
-use crate::http2::Frame;
-use crate::trace::Entry;
+use self::tcp::{Connection, End};
 
 /// A host.
 pub type HostId = u16;
@@ -68,7 +64,6 @@ pub enum NetEvent {
     Probe { id: ConnectionId, from: Side },
     Keepalive { id: ConnectionId, side: Side },
     Reset { id: ConnectionId, to: Side },
-    Message { id: ConnectionId, from: Side },
 }
 
 impl NetEvent {
@@ -84,53 +79,25 @@ impl NetEvent {
             | Self::Timeout { id, .. }
             | Self::Probe { id, .. }
             | Self::Keepalive { id, .. }
-            | Self::Reset { id, .. }
-            | Self::Message { id, .. } => id,
+            | Self::Reset { id, .. } => id,
         }
     }
 }
 
-/// An event on a connection, and the process that receives it.
-#[derive(Debug)]
-pub struct Delivery<P = Frame> {
-    /// The process.
-    pub process: ProcessId,
-    /// The connection.
-    pub id: ConnectionId,
-    /// What has happened.
-    pub what: Arrival<P>,
-}
-
-/// What has happened on a connection.
-#[derive(Debug)]
-pub enum Arrival<P = Frame> {
-    /// The connect has succeeded.
-    Connected,
-    /// A message.
-    Frame(P),
-    /// The peer has closed the connection.
-    Ended,
-    /// The connection was reset or refused, or the connect has timed out.
-    Lost,
-}
-
 /// The network.
 #[derive(Debug)]
-pub struct Network<P = Frame> {
+pub(crate) struct Network {
     hosts: usize,
     /// Links to each server: from each host.
     to_servers: Vec<Link>,
     /// Links from each server: to each host.
     from_servers: Vec<Link>,
     loopback: Vec<Link>,
-    processes: Vec<(HostId, ProcessState)>,
-    connections: Connections<P>,
-    /// Connections are not made of segments; see [`coarse`].
-    coarse: bool,
+    /// The host of each process.
+    processes: Vec<HostId>,
+    connections: Connections,
     /// SYNs that have arrived at each server.
     pub connects: Vec<u64>,
-    /// What the world has to pass to processes, oldest first.
-    pub deliveries: VecDeque<Delivery<P>>,
     /// Packets that were sent.
     pub packets: u64,
     /// Bytes that were sent.
@@ -139,7 +106,7 @@ pub struct Network<P = Frame> {
     wakers: Vec<Waker>,
 }
 
-impl<P: Payload> Network<P> {
+impl Network {
     /// A network of this number of hosts, of which the first ones are servers. Clients on a host reach their own host and
     /// the servers.
     pub fn new(hosts: usize, servers: usize) -> Self {
@@ -151,23 +118,16 @@ impl<P: Payload> Network<P> {
             loopback: vec![Link::loopback(); hosts],
             processes: Vec::new(),
             connections: Connections::default(),
-            coarse: false,
             connects: vec![0; servers],
-            deliveries: VecDeque::new(),
             packets: 0,
             bytes: 0,
             wakers: Vec::new(),
         }
     }
 
-    /// Connections are not made of segments from now on.
-    pub(crate) fn be_coarse(&mut self) {
-        self.coarse = true;
-    }
-
     /// Adds a process to a host.
     pub fn add_process(&mut self, host: HostId) -> ProcessId {
-        self.processes.push((host, ProcessState::Running));
+        self.processes.push(host);
         (self.processes.len() - 1) as ProcessId
     }
 
@@ -203,28 +163,10 @@ impl<P: Payload> Network<P> {
         }
     }
 
-    /// The state of a process.
-    pub fn process(&self, process: ProcessId) -> ProcessState {
-        self.processes[usize::from(process)].1
-    }
-
-    /// Connects to a process that accepts connections. `thin`: with `TCP_THIN_LINEAR_TIMEOUTS`.
-    pub fn connect(
-        &mut self,
-        s: &mut impl Schedule,
-        from: ProcessId,
-        to: ProcessId,
-        thin: bool,
-    ) -> ConnectionId {
-        let id = self.add_connection(s, from, (self.host_of(to), to), thin);
-        self.send_syn(s, id, 0);
-        id
-    }
-
     /// Adds a connection, before its SYN.
     fn add_connection(
         &mut self,
-        s: &mut impl Schedule,
+        s: &mut Clock,
         from: ProcessId,
         (server, to): (HostId, ProcessId),
         thin: bool,
@@ -245,62 +187,12 @@ impl<P: Payload> Network<P> {
         id
     }
 
-    /// Sends what is one segment.
-    fn send_payload(
-        &mut self,
-        s: &mut impl Schedule,
-        id: ConnectionId,
-        side: Side,
-        (bytes, payload): (u32, P),
-    ) {
-        if self.coarse {
-            return self.send_message(s, id, side, bytes, Content::Message(payload));
-        }
-        self.queue_segment(s, id, side, Segment::new(bytes, Content::Message(payload)));
-    }
-
-    /// Closes a connection after what was sent.
-    pub fn close(&mut self, s: &mut impl Schedule, id: ConnectionId, side: Side) {
-        if self.coarse {
-            return self.close_coarsely(s, id, side);
-        }
-        self.queue_segment(s, id, side, Segment::fin());
-        let end = self.connections[id].end(side);
-        end.closed = true;
-        end.clear_unread();
-    }
-
-    /// Resets a connection.
-    pub fn abort(&mut self, s: &mut impl Schedule, id: ConnectionId, side: Side) {
-        if !self.connections.contains(id) {
-            return;
-        }
-        let connection = &mut self.connections[id];
-        let end = connection.end(side);
-        if !std::mem::replace(&mut end.closed, true) && connection.established {
-            self.packet(s, id, side, 40, NetEvent::Reset { id, to: side.other() });
-        }
-        self.connections[id].end(side).clear();
-        self.forget_if_closed(id);
-    }
-
     /// Sends a keepalive probe, which the peer's kernel answers.
-    pub fn probe(&mut self, s: &mut impl Schedule, id: ConnectionId, side: Side) {
-        if self.coarse {
-            return self.probe_coarsely(s, id, side);
-        }
+    pub(super) fn probe(&mut self, s: &mut Clock, id: ConnectionId, side: Side) {
         let end = self.connections[id].end(side);
         end.probes = end.probes.saturating_add(1);
         end.segments_out += 1;
         self.packet(s, id, side, 40, NetEvent::Probe { id, from: side });
-    }
-
-    /// The kernel's figures.
-    pub fn tcp_info(&self, id: ConnectionId, side: Side, now: Instant) -> TcpInfo {
-        if self.coarse {
-            return self.coarse_info(id, side, now);
-        }
-        self.connections[id].ends[side as usize].info(now)
     }
 
     /// A device on the path forgets the established connections to a host: it drops their packets, or resets them when
@@ -314,34 +206,8 @@ impl<P: Payload> Network<P> {
         }
     }
 
-    /// Stops a process, lets it continue, kills or restarts it. Its kernel closes the connections of a killed one.
-    pub fn set_process(&mut self, s: &mut impl Schedule, process: ProcessId, state: ProcessState) {
-        self.processes[usize::from(process)].1 = state;
-        for id in self.connections.ids() {
-            for side in [Side::Client, Side::Server] {
-                if !self.connections.contains(id) {
-                    break;
-                }
-                let end = &self.connections[id].ends[side as usize];
-                if end.process != process || end.closed || !self.connections[id].established {
-                    continue;
-                }
-                match state {
-                    ProcessState::Running => self.deliver(s, id, side),
-                    ProcessState::Dead => self.close(s, id, side),
-                    ProcessState::Stopped => {}
-                }
-            }
-        }
-    }
-
-    /// Whether neither end has closed a connection.
-    pub fn is_open(&self, id: ConnectionId) -> bool {
-        self.connections.contains(id) && self.connections[id].ends.iter().all(|end| !end.closed)
-    }
-
     /// Takes in an event.
-    pub fn handle(&mut self, s: &mut impl Schedule, event: NetEvent) {
+    pub(super) fn handle(&mut self, s: &mut Clock, event: NetEvent) {
         if !self.connections.contains(event.connection()) {
             return;
         }
@@ -358,14 +224,13 @@ impl<P: Payload> Network<P> {
                 let end = self.connections[id].end(from.other());
                 end.segments_in += 1;
                 end.last_segment = s.now();
-                if end.closed && (!P::IS_READ || end.socket.reset) {
+                if end.closed && end.socket.reset {
                     self.packet(s, id, from.other(), 40, NetEvent::Reset { id, to: from });
                 } else {
                     self.send_ack(s, id, from.other());
                 }
             }
             NetEvent::Reset { id, to } => self.reset_arrives(s, id, to),
-            NetEvent::Message { id, from } => self.message_arrives(s, id, from),
             NetEvent::SynAnswerTimeout { id, retries } => self.syn_answer_times_out(s, id, retries),
             NetEvent::Keepalive { id, side } => self.keepalive_due(s, id, side),
             // The layer of sockets accepts the connection before this.
@@ -374,10 +239,10 @@ impl<P: Payload> Network<P> {
     }
 
     fn host_of(&self, process: ProcessId) -> HostId {
-        self.processes[usize::from(process)].0
+        self.processes[usize::from(process)]
     }
 
-    fn send_syn(&mut self, s: &mut impl Schedule, id: ConnectionId, retries: u8) {
+    fn send_syn(&mut self, s: &mut Clock, id: ConnectionId, retries: u8) {
         let is_first = retries == 0;
         self.connections[id].ends[0].socket.handshake_at = is_first.then(|| s.now());
         self.packet(s, id, Side::Client, 60, NetEvent::Syn { id });
@@ -385,54 +250,34 @@ impl<P: Payload> Network<P> {
         s.queue(s.now() + pause, NetEvent::SynTimeout { id, retries: retries + 1 });
     }
 
-    fn syn_times_out(&mut self, s: &mut impl Schedule, id: ConnectionId, retries: u8) {
+    fn syn_times_out(&mut self, s: &mut Clock, id: ConnectionId, retries: u8) {
         let connection = &self.connections[id];
         if connection.established || connection.ends[0].closed {
             return self.forget_if_over(id);
         }
         if retries <= SYN_RETRIES {
             self.send_syn(s, id, retries);
-        } else if P::IS_READ {
-            self.fail(s, id, Side::Client, io::ErrorKind::TimedOut);
         } else {
-            self.reset_arrives(s, id, Side::Client);
+            self.fail(s, id, Side::Client, io::ErrorKind::TimedOut);
         }
     }
 
-    fn syn_arrives(&mut self, s: &mut impl Schedule, id: ConnectionId) {
+    fn syn_arrives(&mut self, s: &mut Clock, id: ConnectionId) {
         let end = &mut self.connections[id].ends[1];
-        let (host, process, is_answered) = (end.host, end.process, end.socket.answered);
+        let (host, is_answered) = (end.host, end.socket.answered);
         end.last_segment = s.now();
         if let Some(count) = self.connects.get_mut(usize::from(host)) {
             *count += 1;
         }
-        let accepts =
-            if P::IS_READ { is_answered } else { self.process(process) != ProcessState::Dead };
-        if !accepts {
+        if !is_answered {
             self.connections[id].ends[1].closed = true;
             return self.packet(s, id, Side::Server, 40, NetEvent::Reset { id, to: Side::Client });
         }
         self.packet(s, id, Side::Server, 60, NetEvent::SynAnswer { id });
     }
 
-    fn syn_answer_arrives(&mut self, s: &mut impl Schedule, id: ConnectionId) {
-        let connection = &mut self.connections[id];
-        let end = &mut connection.ends[0];
-        end.last_segment = s.now();
-        if P::IS_READ {
-            return self.complete_connect(s, id);
-        }
-        if !std::mem::replace(&mut connection.established, true) && !end.closed {
-            let process = end.process;
-            s.record(Entry::ConnectEnded { connection: id, ok: true });
-            self.deliveries.push_back(Delivery { process, id, what: Arrival::Connected });
-        }
-    }
-}
-
-impl Network {
-    /// Sends a message.
-    pub fn send(&mut self, s: &mut impl Schedule, id: ConnectionId, side: Side, frame: Frame) {
-        self.send_payload(s, id, side, (frame.bytes(), frame));
+    fn syn_answer_arrives(&mut self, s: &mut Clock, id: ConnectionId) {
+        self.connections[id].ends[0].last_segment = s.now();
+        self.complete_connect(s, id);
     }
 }

@@ -2,17 +2,16 @@
 
 use std::io;
 
-use super::tcp::{Content, End, MIN_WINDOW, Segment};
-use super::{
-    Arrival, ConnectionId, Delivery, NetEvent, Network, Payload, ProcessState, Schedule, Side,
-};
-use crate::trace::Entry;
+use super::clock::Clock;
+use super::log::Entry;
+use super::tcp::{Content, End, Segment};
+use super::{ConnectionId, NetEvent, Network, Side};
 
-impl<P: Payload> Network<P> {
+impl Network {
     /// Sends a packet, unless it is lost. Packets of one direction do not overtake each other.
     pub(super) fn packet(
         &mut self,
-        s: &mut impl Schedule,
+        s: &mut Clock,
         id: ConnectionId,
         from: Side,
         bytes: u32,
@@ -39,10 +38,10 @@ impl<P: Payload> Network<P> {
 
     pub(super) fn queue_segment(
         &mut self,
-        s: &mut impl Schedule,
+        s: &mut Clock,
         id: ConnectionId,
         side: Side,
-        segment: Segment<P>,
+        segment: Segment,
     ) {
         let end = self.connections[id].end(side);
         if end.closed {
@@ -54,7 +53,7 @@ impl<P: Payload> Network<P> {
     }
 
     /// Sends what the window allows.
-    pub(super) fn send_queued(&mut self, s: &mut impl Schedule, id: ConnectionId, side: Side) {
+    pub(super) fn send_queued(&mut self, s: &mut Clock, id: ConnectionId, side: Side) {
         loop {
             let end = self.connections[id].end(side);
             let Some(mut segment) = end.next_segment() else { break };
@@ -67,7 +66,7 @@ impl<P: Payload> Network<P> {
         self.arm_timer(s, id, side);
     }
 
-    fn transmit(&mut self, s: &mut impl Schedule, id: ConnectionId, from: Side, number: u64) {
+    fn transmit(&mut self, s: &mut Clock, id: ConnectionId, from: Side, number: u64) {
         let end = self.connections[id].end(from);
         end.segments_out += 1;
         if !end.is_fin(number) {
@@ -78,7 +77,7 @@ impl<P: Payload> Network<P> {
     }
 
     /// Starts the retransmission timer if something waits for an acknowledgement or for the window.
-    pub(super) fn arm_timer(&mut self, s: &mut impl Schedule, id: ConnectionId, side: Side) {
+    pub(super) fn arm_timer(&mut self, s: &mut Clock, id: ConnectionId, side: Side) {
         let connection = &mut self.connections[id];
         if connection.local {
             return;
@@ -94,18 +93,18 @@ impl<P: Payload> Network<P> {
         }
     }
 
-    pub(super) fn timeout(&mut self, s: &mut impl Schedule, id: ConnectionId, side: Side) {
+    pub(super) fn timeout(&mut self, s: &mut Clock, id: ConnectionId, side: Side) {
         let end = self.connections[id].end(side);
         end.timer_queued = false;
         let Some(at) = end.timer_at else { return };
         if at > s.now() {
             return self.arm_timer(s, id, side);
         }
-        if P::IS_READ && end.gives_up(s.now()) {
+        if end.gives_up(s.now()) {
             return self.fail(s, id, side, io::ErrorKind::TimedOut);
         }
         end.timer_at = None;
-        if P::IS_READ && end.in_flight.is_empty() {
+        if end.in_flight.is_empty() {
             // Probes of a closed window are not retransmissions.
             end.back_off();
         } else {
@@ -126,7 +125,7 @@ impl<P: Payload> Network<P> {
 
     pub(super) fn segment_arrives(
         &mut self,
-        s: &mut impl Schedule,
+        s: &mut Clock,
         id: ConnectionId,
         from: Side,
         number: u64,
@@ -136,26 +135,16 @@ impl<P: Payload> Network<P> {
         let (sender, receiver) = connection.both(from);
         receiver.segments_in += 1;
         receiver.last_segment = s.now();
-        if P::IS_READ {
-            // A segment with data acknowledges, too.
-            receiver.answered();
-            if receiver.closed {
-                return self.segment_for_closed_socket(s, id, from, number);
-            }
-            if !local && receiver.is_full() && !sender.is_fin(number) {
-                // The window was made smaller after the peer had sent this.
-                return self.send_ack(s, id, from.other());
-            }
-        }
-        receiver.data_segments_in += u32::from(!P::IS_READ || !sender.is_fin(number));
+        // A segment with data acknowledges, too.
+        receiver.answered();
         if receiver.closed {
-            // What arrives for a closed socket resets the connection, except if both sides have closed it.
-            if sender.closed {
-                receiver.next = receiver.next.max(number + 1);
-                return self.send_ack(s, id, from.other());
-            }
-            return self.packet(s, id, from.other(), 40, NetEvent::Reset { id, to: from });
+            return self.segment_for_closed_socket(s, id, from, number);
         }
+        if !local && receiver.is_full() && !sender.is_fin(number) {
+            // The window was made smaller after the peer had sent this.
+            return self.send_ack(s, id, from.other());
+        }
+        receiver.data_segments_in += u32::from(!sender.is_fin(number));
         if number > receiver.next {
             receiver.out_of_order += 1;
             if let Err(at) = receiver.early.binary_search(&number) {
@@ -170,24 +159,22 @@ impl<P: Payload> Network<P> {
         if local {
             sender.acknowledged(receiver.next, s.now());
             sender.last_segment = s.now();
-            if P::IS_READ {
-                sender.window = receiver.advertise();
-            }
-            self.deliver(s, id, from.other());
+            sender.window = receiver.advertise();
+            self.wake_reader(id, from.other());
             self.send_queued(s, id, from);
             return self.may_be_writable(id, from);
         }
-        self.deliver(s, id, from.other());
+        self.wake_reader(id, from.other());
         self.send_ack(s, id, from.other());
     }
 
-    /// Takes what has arrived in order. Returns whether the end of a payload that is read has arrived.
-    fn receive_in_order(sender: &mut End<P>, receiver: &mut End<P>) -> bool {
+    /// Takes what has arrived in order. Returns whether the end has arrived.
+    fn receive_in_order(sender: &mut End, receiver: &mut End) -> bool {
         loop {
             let Some((bytes, content)) = sender.take(receiver.next) else { return false };
             receiver.next += 1;
             match content {
-                Content::Fin if P::IS_READ => {
+                Content::Fin => {
                     receiver.peer_ended = true;
                     return true;
                 }
@@ -204,17 +191,17 @@ impl<P: Payload> Network<P> {
         }
     }
 
-    pub(super) fn send_ack(&mut self, s: &mut impl Schedule, id: ConnectionId, from: Side) {
+    pub(super) fn send_ack(&mut self, s: &mut Clock, id: ConnectionId, from: Side) {
         let end = self.connections[id].end(from);
         let (next, gap, window) = (end.next, !end.early.is_empty(), end.advertise());
-        end.segments_out += u32::from(P::IS_READ);
+        end.segments_out += 1;
         let to = from.other();
         self.packet(s, id, from, 40, NetEvent::Ack { id, to, next, gap, window });
     }
 
     pub(super) fn ack_arrives(
         &mut self,
-        s: &mut impl Schedule,
+        s: &mut Clock,
         id: ConnectionId,
         to: Side,
         (next, gap, window): (u64, bool, u32),
@@ -225,8 +212,8 @@ impl<P: Payload> Network<P> {
         end.answered();
         end.window = window;
         let is_new = end.acknowledged(next, s.now());
-        // Of a payload that is read, probes of a closed window go on.
-        let is_idle = if P::IS_READ { !end.has_pending() || end.may_send() } else { true };
+        // Probes of a closed window go on.
+        let is_idle = !end.has_pending() || end.may_send();
         if is_new || end.in_flight.is_empty() && is_idle {
             end.path_works();
             end.timer_at = None;
@@ -246,53 +233,8 @@ impl<P: Payload> Network<P> {
         self.forget_if_over(id);
     }
 
-    pub(super) fn reset_arrives(&mut self, s: &mut impl Schedule, id: ConnectionId, to: Side) {
-        let connection = &mut self.connections[id];
-        let end = connection.end(to);
-        end.last_segment = s.now();
-        if P::IS_READ {
-            return self.reset_of_socket_arrives(s, id, to);
-        }
-        if end.closed {
-            return end.clear();
-        }
-        end.clear();
-        end.unread.push_back((0, Content::Reset));
-        self.deliver(s, id, to);
-    }
-
-    /// Passes what has arrived to the process, if it runs. A payload that is read waits for the process, which is woken.
-    pub(super) fn deliver(&mut self, s: &mut impl Schedule, id: ConnectionId, side: Side) {
-        let end = self.connections[id].end(side);
-        if P::IS_READ {
-            return self.wakers.extend(end.socket.reader.take());
-        }
-        let process = end.process;
-        if end.closed || self.processes[usize::from(process)].1 != ProcessState::Running {
-            return;
-        }
-        let was_closed = end.receive_window() < MIN_WINDOW;
-        while let Some((bytes, content)) = end.unread.pop_front() {
-            end.unread_bytes -= bytes;
-            let what = match content {
-                Content::Message(frame) => Arrival::Frame(frame),
-                Content::Fin => {
-                    end.peer_ended = true;
-                    s.record(Entry::Closed { connection: id, reset: false });
-                    Arrival::Ended
-                }
-                Content::Reset => {
-                    end.closed = true;
-                    s.record(Entry::Closed { connection: id, reset: true });
-                    Arrival::Lost
-                }
-                Content::Taken => continue,
-            };
-            self.deliveries.push_back(Delivery { process, id, what });
-        }
-        if was_closed {
-            self.send_ack(s, id, side);
-        }
-        self.forget_if_closed(id);
+    /// The task that waits for what has arrived is woken.
+    fn wake_reader(&mut self, id: ConnectionId, side: Side) {
+        self.wakers.extend(self.connections[id].end(side).socket.reader.take());
     }
 }

@@ -1,17 +1,15 @@
 //! The state of a TCP connection: two ends, each with what it sends and receives.
 //!
-//! A message is one segment, however long it is: segmentation offload sends it in one piece, and it is lost as a whole.
-//! Bytes of a socket are cut to segments of at most [`MAX_SEGMENT`], for the same reason.
-//! The network keeps the order of packets. Each end knows at once what it could learn from SACK.
+//! Bytes are cut to segments of at most [`MAX_SEGMENT`], which are lost as a whole. The network keeps the order of packets. Each end knows at once what it could learn from SACK.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use jackstay_core::tcp_info::TcpInfo;
 
-use super::payload::Payload;
 use super::socket_state::SocketState;
 use super::{HostId, ProcessId};
+use bytes::BytesMut;
 
 /// Bytes that a receiver's kernel holds for its process.
 pub(super) const RECEIVE_BUFFER: u32 = 256 * 1024;
@@ -28,8 +26,6 @@ pub(super) const SEND_BUFFER: u32 = 256 * 1024;
 const MAX_RTO: Duration = Duration::from_secs(120);
 /// Retransmissions of a thin stream whose timeout does not double (Linux, `TCP_THIN_LINEAR_RETRIES`).
 const LINEAR_RETRIES: u8 = 6;
-/// A smaller receive window counts as closed.
-pub(super) const MIN_WINDOW: u32 = MSS;
 const MSS: u32 = 1448;
 /// Time without an acknowledgement after which the kernel closes a connection (Linux, `tcp_retries2` of 15), and one
 /// whose socket the process has closed (8 retransmissions). Linux compares times, too (`retransmits_timed_out`).
@@ -58,24 +54,23 @@ impl Side {
 
 /// What a segment contains. The receiver takes it, so that later copies of the segment are empty.
 #[derive(Debug)]
-pub(super) enum Content<P> {
-    Message(P),
+pub(super) enum Content {
+    Bytes(BytesMut),
     Fin,
-    Reset,
     Taken,
 }
 
 #[derive(Debug)]
-pub(super) struct Segment<P> {
+pub(super) struct Segment {
     pub(super) bytes: u32,
-    pub(super) content: Content<P>,
+    pub(super) content: Content,
     /// It was sent again and may still arrive.
     pub(super) repeated: bool,
     pub(super) sent_at: Option<Instant>,
 }
 
-impl<P> Segment<P> {
-    pub(super) fn new(bytes: u32, content: Content<P>) -> Self {
+impl Segment {
+    pub(super) fn new(bytes: u32, content: Content) -> Self {
         Self { bytes, content, repeated: false, sent_at: None }
     }
 
@@ -87,7 +82,7 @@ impl<P> Segment<P> {
 /// One end of a connection.
 #[derive(Debug)]
 #[allow(clippy::struct_excessive_bools)] // independent facts
-pub(super) struct End<P> {
+pub(super) struct End {
     pub(super) host: HostId,
     pub(super) process: ProcessId,
     /// The process has closed its socket, or knows that it was reset.
@@ -96,8 +91,8 @@ pub(super) struct End<P> {
     pub(super) peer_ended: bool,
     /// `TCP_THIN_LINEAR_TIMEOUTS`.
     pub(super) thin: bool,
-    pub(super) unsent: VecDeque<Segment<P>>,
-    pub(super) in_flight: VecDeque<Segment<P>>,
+    pub(super) unsent: VecDeque<Segment>,
+    pub(super) in_flight: VecDeque<Segment>,
     /// Number of the first segment in flight.
     pub(super) first: u64,
     pub(super) bytes_in_flight: u32,
@@ -105,8 +100,6 @@ pub(super) struct End<P> {
     pub(super) window: u32,
     pub(super) retransmits: u8,
     pub(super) probes: u8,
-    /// When a coarse network lost a packet from this end.
-    pub(super) lost_since: Option<Instant>,
     pub(super) timer_at: Option<Instant>,
     pub(super) timer_queued: bool,
     base_rto: Duration,
@@ -117,7 +110,7 @@ pub(super) struct End<P> {
     pub(super) next: u64,
     /// The segments that arrived after a lost one.
     pub(super) early: Vec<u64>,
-    pub(super) unread: VecDeque<(u32, Content<P>)>,
+    pub(super) unread: VecDeque<(u32, Content)>,
     pub(super) unread_bytes: u32,
     pub(super) segments_in: u32,
     pub(super) data_segments_in: u32,
@@ -127,11 +120,10 @@ pub(super) struct End<P> {
     /// When the last packet from this end arrives; later ones do not overtake it.
     pub(super) last_arrival: Instant,
     pub(super) unsent_bytes: u32,
-    /// Unused if the payload is not read.
     pub(super) socket: SocketState,
 }
 
-impl<P: Payload> End<P> {
+impl End {
     pub(super) fn new(
         host: HostId,
         process: ProcessId,
@@ -154,7 +146,6 @@ impl<P: Payload> End<P> {
             window: RECEIVE_BUFFER,
             retransmits: 0,
             probes: 0,
-            lost_since: None,
             timer_at: None,
             timer_queued: false,
             base_rto: rto,
@@ -183,12 +174,7 @@ impl<P: Payload> End<P> {
         if self.retransmits > 0 && !self.in_flight.is_empty() {
             return false;
         }
-        if P::IS_READ {
-            return self.sendable(segment.bytes) > 0;
-        }
-        let bytes = self.bytes_in_flight + segment.bytes;
-        self.in_flight.is_empty() && self.window >= segment.bytes.min(MSS)
-            || bytes <= MAX_IN_FLIGHT.min(self.window)
+        self.sendable(segment.bytes) > 0
     }
 
     /// The bytes of the next segment that may be sent. Part of it is sent only if that is a full packet or all that the
@@ -207,19 +193,20 @@ impl<P: Payload> End<P> {
     }
 
     /// The next segment, if it may be sent now.
-    pub(super) fn next_segment(&mut self) -> Option<Segment<P>> {
+    pub(super) fn next_segment(&mut self) -> Option<Segment> {
         if !self.may_send() {
             return None;
         }
         let bytes = self.unsent.front()?.bytes;
-        let sendable = if P::IS_READ { self.sendable(bytes) } else { bytes };
+        let sendable = self.sendable(bytes);
         self.unsent_bytes -= sendable;
         if let Some(first) = self.unsent.front_mut()
             && sendable < bytes
-            && let Content::Message(payload) = &mut first.content
+            && let Content::Bytes(rest) = &mut first.content
         {
             first.bytes -= sendable;
-            return Some(Segment::new(sendable, Content::Message(payload.split_to(sendable))));
+            let bytes = rest.split_to(sendable as usize);
+            return Some(Segment::new(sendable, Content::Bytes(bytes)));
         }
         self.unsent.pop_front()
     }
@@ -238,10 +225,7 @@ impl<P: Payload> End<P> {
             sample = segment.sent_at;
         }
         // The time of a repeated segment is ambiguous (RFC 6298, section 3), and those behind it waited for it.
-        if P::IS_READ
-            && !has_repeated
-            && let Some(sent_at) = sample
-        {
+        if !has_repeated && let Some(sent_at) = sample {
             self.add_round_trip(now.saturating_duration_since(sent_at));
         }
         self.first > before
@@ -285,7 +269,7 @@ impl<P: Payload> End<P> {
     }
 
     /// The segment that arrives, if its sender still has it.
-    pub(super) fn take(&mut self, number: u64) -> Option<(u32, Content<P>)> {
+    pub(super) fn take(&mut self, number: u64) -> Option<(u32, Content)> {
         let segment = self.in_flight.get_mut(number.checked_sub(self.first)? as usize)?;
         Some((segment.bytes, std::mem::replace(&mut segment.content, Content::Taken)))
     }
@@ -295,7 +279,7 @@ impl<P: Payload> End<P> {
         let buffer = self.socket.receive_buffer;
         let free = buffer.saturating_sub(self.unread_bytes);
         // A small window would lead to small segments (RFC 9293, section 3.8.6.2.2).
-        if P::IS_READ && free < MSS.min(buffer / 2) { 0 } else { free }
+        if free < MSS.min(buffer / 2) { 0 } else { free }
     }
 
     /// The window of an acknowledgement that is sent now.
@@ -370,15 +354,18 @@ impl<P: Payload> End<P> {
     }
 
     pub(super) fn info(&self, now: Instant) -> TcpInfo {
-        let segments = |bytes: u32| bytes.div_ceil(MSS);
-        let info = TcpInfo {
-            closed: self.closed,
+        let (socket, has_ended) = (&self.socket, self.socket.fin_queued && !self.has_pending());
+        TcpInfo {
+            closed: self.closed || self.peer_ended && has_ended,
+            rtt: socket.round_trip.smoothed,
+            rtt_deviation: socket.round_trip.deviation,
+            min_rtt: socket.round_trip.min,
             ended: self.peer_ended,
             retransmits: self.retransmits,
             probes: self.probes,
             rto: self.rto,
             send_mss: MSS,
-            unacked: segments(self.bytes_in_flight),
+            unacked: self.bytes_in_flight.div_ceil(MSS).max(self.in_flight.len() as u32),
             retransmitted: self.retransmitted,
             segments_out: self.segments_out,
             segments_in: self.segments_in,
@@ -388,30 +375,17 @@ impl<P: Payload> End<P> {
             last_data_recv: now.saturating_duration_since(self.last_data),
             bytes_acked: self.bytes_acked,
             notsent_bytes: self.unsent_bytes,
-            data_segments_sent: self.segments_out,
+            data_segments_sent: socket.data_segments_out,
             send_window: Some(self.window),
             ..TcpInfo::default()
-        };
-        if !P::IS_READ {
-            return info;
-        }
-        let (socket, has_ended) = (&self.socket, self.socket.fin_queued && !self.has_pending());
-        TcpInfo {
-            closed: self.closed || self.peer_ended && has_ended,
-            rtt: socket.round_trip.smoothed,
-            rtt_deviation: socket.round_trip.deviation,
-            min_rtt: socket.round_trip.min,
-            unacked: info.unacked.max(self.in_flight.len() as u32),
-            data_segments_sent: socket.data_segments_out,
-            ..info
         }
     }
 }
 
 /// A connection.
 #[derive(Debug)]
-pub(super) struct Connection<P> {
-    pub(super) ends: [End<P>; 2],
+pub(super) struct Connection {
+    pub(super) ends: [End; 2],
     /// Both ends are on one host: nothing is lost, and acknowledgements take no time.
     pub(super) local: bool,
     pub(super) established: bool,
@@ -421,13 +395,13 @@ pub(super) struct Connection<P> {
     pub(super) forgotten: bool,
 }
 
-impl<P> Connection<P> {
-    pub(super) fn end(&mut self, side: Side) -> &mut End<P> {
+impl Connection {
+    pub(super) fn end(&mut self, side: Side) -> &mut End {
         &mut self.ends[side as usize]
     }
 
     /// An end, and the other one.
-    pub(super) fn both(&mut self, side: Side) -> (&mut End<P>, &mut End<P>) {
+    pub(super) fn both(&mut self, side: Side) -> (&mut End, &mut End) {
         let [client, server] = &mut self.ends;
         match side {
             Side::Client => (client, server),

@@ -137,8 +137,8 @@ impl World {
         let servers = (0..sim.endpoints as HostId).map(SocketNetwork::address_of);
         let configuration = Configuration {
             endpoints: servers.map(|server| SocketAddr::new(server, APISERVER_PORT)).collect(),
-            ping_interval: sim.settings.health.ping_interval,
-            max_connections: sim.settings.max_connections,
+            ping_interval: sim.ping_interval,
+            max_connections: sim.max_connections,
         };
         let number = self.network.add_process(host);
         let (process, program) = Process::start_with(|| {

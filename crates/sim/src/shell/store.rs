@@ -10,12 +10,13 @@ use serde_json::json;
 
 use crate::checker::{Change, ChangeKind, Collection, History};
 use crate::peers::objects;
-use crate::world;
 
 /// Pods in the store.
 pub const PODS: u32 = 20;
 /// Config maps in the store that every client may write.
 pub const CONFIG_MAPS: u32 = 20;
+/// Secrets that bulk readers list.
+pub const SECRETS: u32 = 4_300;
 /// Bytes of a secret in base64, which with its metadata has 1.5 KB.
 const SECRET_PAYLOAD: usize = 1_200;
 /// The first token of the secrets, which are below those of the other objects.
@@ -45,13 +46,13 @@ pub fn filled(date: SystemTime) -> io::Result<Cluster> {
     Ok(cluster)
 }
 
-/// Adds [`world::SECRETS`] secrets of 1.5 KB each, which bulk readers list.
+/// Adds [`SECRETS`] of 1.5 KB each, which bulk readers list.
 ///
 /// # Errors
 /// An object is not accepted.
 pub fn add_secrets(cluster: &Cluster) -> io::Result<()> {
     let payload = "AAAA".repeat(SECRET_PAYLOAD / 4);
-    for number in 0..world::SECRETS {
+    for number in 0..SECRETS {
         let token = SECRET_TOKENS + u64::from(number);
         let collection = Collection::SECRETS;
         let mut object = objects::object(&collection, &format!("o{number}"), token);

@@ -5,7 +5,6 @@
 //! tokio (`jackstay_sys::clock`), so sockets are used within the runtime of the run. The events of the network are
 //! handled by [`SocketNetwork::run_until`], which the executor of the run calls.
 
-mod clock;
 mod listener;
 mod options;
 mod socket_io;
@@ -26,6 +25,7 @@ use jackstay_sys::sockets::virtual_network::{Connecting, VirtualListener, Virtua
 use self::listener::Listener;
 use self::state::State;
 use self::stream::Stream;
+use super::log::Log;
 use super::{HostId, Link, ProcessId, ProcessState, Side, SocketOptions};
 
 /// A network of hosts, processes and byte sockets. Clones share it.
@@ -159,12 +159,12 @@ impl SocketNetwork {
 
     /// Keeps the log from now on, for [`Self::log`]. The hash does not need it.
     pub fn set_tracing(&self, is_on: bool) {
-        self.lock().clock.is_tracing = is_on;
+        self.lock().clock.log = is_on.then(Log::default);
     }
 
     /// The log, a line for each entry with its time in seconds since the start.
     pub fn log(&self) -> String {
-        self.lock().clock.trace.to_string()
+        self.lock().clock.log.as_ref().map(Log::to_string).unwrap_or_default()
     }
 
     /// Connections that an end still has, for the search of what is left over.

@@ -8,9 +8,9 @@ use jackstay_core::tcp_info::TcpInfo;
 use jackstay_sys::sockets::queue_memory::QueueMemory;
 use tokio::io::ReadBuf;
 
-use super::state::{Chunk, State, set_waker};
+use super::state::{State, set_waker};
 use crate::net::tcp::{Content, End, MAX_SEGMENT, RECEIVE_BUFFER, SEND_BUFFER, Segment};
-use crate::net::{ConnectionId, Schedule, Side};
+use crate::net::{ConnectionId, Side};
 
 /// The smallest receive buffer, in bytes (Linux, `SOCK_MIN_RCVBUF`).
 const MIN_RECEIVE_BUFFER: u32 = 2304;
@@ -26,7 +26,7 @@ pub(super) enum Reading {
 
 impl State {
     /// The end of a connection, if its process still has the socket.
-    fn socket(&mut self, id: ConnectionId, side: Side) -> Option<&mut End<Chunk>> {
+    fn socket(&mut self, id: ConnectionId, side: Side) -> Option<&mut End> {
         if !self.net.connections.contains(id) {
             return None;
         }
@@ -142,11 +142,11 @@ impl State {
             rest = later;
             let count = now.len() as u32;
             end.unsent_bytes += count;
-            if let Some(Segment { bytes, content: Content::Message(Chunk(chunk)), .. }) = last {
+            if let Some(Segment { bytes, content: Content::Bytes(chunk), .. }) = last {
                 chunk.extend_from_slice(now);
                 *bytes += count;
             } else {
-                let chunk = Content::Message(Chunk(BytesMut::from(now)));
+                let chunk = Content::Bytes(BytesMut::from(now));
                 end.unsent.push_back(Segment::new(count, chunk));
             }
             if count == space {
@@ -225,9 +225,9 @@ fn not_connected() -> io::Error {
     io::ErrorKind::NotConnected.into()
 }
 
-fn take_unread(end: &mut End<Chunk>, buf: &mut ReadBuf<'_>) {
+fn take_unread(end: &mut End, buf: &mut ReadBuf<'_>) {
     while buf.remaining() > 0
-        && let Some((bytes, Content::Message(Chunk(chunk)))) = end.unread.front_mut()
+        && let Some((bytes, Content::Bytes(chunk))) = end.unread.front_mut()
     {
         let count = chunk.len().min(buf.remaining());
         buf.put_slice(&chunk[..count]);
@@ -240,9 +240,9 @@ fn take_unread(end: &mut End<Chunk>, buf: &mut ReadBuf<'_>) {
     }
 }
 
-fn peek_unread(end: &End<Chunk>, buf: &mut ReadBuf<'_>) {
+fn peek_unread(end: &End, buf: &mut ReadBuf<'_>) {
     for (_, content) in &end.unread {
-        let Content::Message(Chunk(chunk)) = content else { break };
+        let Content::Bytes(chunk) = content else { break };
         let count = chunk.len().min(buf.remaining());
         buf.put_slice(&chunk[..count]);
         if buf.remaining() == 0 {

@@ -6,15 +6,12 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::task::Waker;
 use std::time::Instant;
 
-use bytes::BytesMut;
-
 use super::SocketNetwork;
-use super::clock::Clock;
+use crate::net::clock::Clock;
+use crate::net::log::Entry;
 use crate::net::{
-    ConnectionId, HostId, NetEvent, Network, Payload, ProcessId, ProcessState, Schedule, Side,
-    SocketOptions,
+    ConnectionId, HostId, NetEvent, Network, ProcessId, ProcessState, Side, SocketOptions,
 };
-use crate::trace::Entry;
 
 /// Connections that wait to be accepted at most (`net.core.somaxconn` of Linux). SYNs above it are dropped.
 const MAX_BACKLOG: usize = 4096;
@@ -22,18 +19,6 @@ const MAX_BACKLOG: usize = 4096;
 const EPHEMERAL_PORTS: std::ops::RangeInclusive<u16> = 32_768..=60_999;
 /// The process of the server's end before a listener has answered.
 const NO_PROCESS: ProcessId = ProcessId::MAX;
-
-/// Bytes of a socket.
-#[derive(Debug)]
-pub(in crate::net) struct Chunk(pub(super) BytesMut);
-
-impl Payload for Chunk {
-    const IS_READ: bool = true;
-
-    fn split_to(&mut self, bytes: u32) -> Self {
-        Self(self.0.split_to(bytes as usize))
-    }
-}
 
 /// The address of a listening socket, and its number, because a later one may have the same address.
 #[derive(Debug, Clone, Copy)]
@@ -57,7 +42,7 @@ struct ListenerState {
 /// See the module.
 #[derive(Debug)]
 pub(super) struct State {
-    pub(super) net: Network<Chunk>,
+    pub(super) net: Network,
     pub(super) clock: Clock,
     pub(super) driver: Option<Waker>,
     hosts: usize,
@@ -277,7 +262,6 @@ impl State {
     }
 
     pub(super) fn set_process(&mut self, process: ProcessId, state: ProcessState) {
-        self.net.processes[usize::from(process)].1 = state;
         let what = match state {
             ProcessState::Running => "runs",
             ProcessState::Stopped => "is stopped",

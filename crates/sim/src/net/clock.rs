@@ -3,9 +3,9 @@
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::time::Instant;
 
-use crate::net::{NetEvent, Schedule};
-use crate::queue::Queue;
-use crate::trace::{Entry, Trace};
+use super::NetEvent;
+use super::log::{Entry, Log};
+use super::queue::Queue;
 
 /// See the module.
 #[derive(Debug)]
@@ -17,8 +17,8 @@ pub(super) struct Clock {
     /// An event was queued that is earlier than all others.
     pub(super) has_earlier_event: bool,
     hasher: DefaultHasher,
-    pub(super) trace: Trace,
-    pub(super) is_tracing: bool,
+    /// The log, if it is kept.
+    pub(super) log: Option<Log>,
 }
 
 impl Clock {
@@ -30,8 +30,7 @@ impl Clock {
             queue: Queue::default(),
             has_earlier_event: false,
             hasher: DefaultHasher::new(),
-            trace: Trace::default(),
-            is_tracing: false,
+            log: None,
         }
     }
 
@@ -55,28 +54,30 @@ impl Clock {
         (packets, bytes).hash(&mut hasher);
         hasher.finish()
     }
-}
 
-impl Schedule for Clock {
-    fn now(&self) -> Instant {
+    /// The present.
+    pub(super) fn now(&self) -> Instant {
         self.now
     }
 
-    fn rng(&mut self) -> &mut fastrand::Rng {
+    /// The random numbers.
+    pub(super) fn rng(&mut self) -> &mut fastrand::Rng {
         &mut self.rng
     }
 
-    fn queue(&mut self, at: Instant, event: NetEvent) {
+    /// Adds an event, which is handled at `at` but not before the present.
+    pub(super) fn queue(&mut self, at: Instant, event: NetEvent) {
         let at = at.max(self.now);
         self.has_earlier_event |= self.queue.next_at().is_none_or(|next| at < next);
         self.queue.push(at, event);
     }
 
-    fn record(&mut self, entry: Entry) {
+    /// Writes to the log and to its hash.
+    pub(super) fn record(&mut self, entry: Entry) {
         let at = self.now.saturating_duration_since(self.start);
         (at, entry).hash(&mut self.hasher);
-        if self.is_tracing {
-            self.trace.record(at, entry);
+        if let Some(log) = &mut self.log {
+            log.record(at, entry);
         }
     }
 }

@@ -52,6 +52,8 @@ impl Network {
         if !std::mem::replace(&mut connection.established, true) {
             self.wakers.extend(end.socket.writer.take());
             s.record(Entry::ConnectEnded { connection: id, ok: true });
+            // Linux counts SYN on the side that has sent it first.
+            self.connections[id].end(Side::Client).bytes_acked += 1;
             self.complete_handshake(s, id, Side::Client);
         }
         self.packet(s, id, Side::Client, 40, NetEvent::Established { id });

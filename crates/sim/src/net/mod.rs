@@ -13,6 +13,7 @@ mod segments;
 mod socket_state;
 pub mod sockets;
 mod tcp;
+mod timers;
 
 use std::io;
 use std::task::Waker;
@@ -33,10 +34,12 @@ pub type ProcessId = u16;
 /// A connection. Numbers are not used again.
 pub type ConnectionId = u32;
 
-/// Time until the first repetition of a SYN; it doubles (Linux, `TCP_TIMEOUT_INIT`).
+/// Time until the first repetition of a SYN (Linux, `TCP_TIMEOUT_INIT`).
 const SYN_TIMEOUT: Duration = Duration::from_secs(1);
-/// Repetitions of a SYN (Linux, `tcp_syn_retries`).
-const SYN_RETRIES: u8 = 6;
+/// Repetitions of a SYN after which the time doubles (Linux 6.5, `tcp_syn_linear_timeouts`).
+const SYN_LINEAR_TIMEOUTS: u8 = 4;
+/// Repetitions of a SYN (Linux, `tcp_syn_retries`), to which those are added.
+const SYN_RETRIES: u8 = 6 + SYN_LINEAR_TIMEOUTS;
 
 /// The state of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -151,6 +154,11 @@ impl Network {
     /// Changes all links to and from a server's host.
     pub fn change_links(&mut self, host: HostId, change: impl Fn(&mut Link)) {
         self.change_links_to(host, &change);
+        self.change_links_from(host, change);
+    }
+
+    /// Changes the links from a server's host, and leaves those to it as they are.
+    pub fn change_links_from(&mut self, host: HostId, change: impl Fn(&mut Link)) {
         for other in (0..self.hosts as HostId).filter(|&other| other != host) {
             change(self.link(host, other));
         }
@@ -246,7 +254,7 @@ impl Network {
         let is_first = retries == 0;
         self.connections[id].ends[0].socket.handshake_at = is_first.then(|| s.now());
         self.packet(s, id, Side::Client, 60, NetEvent::Syn { id });
-        let pause = SYN_TIMEOUT * (1 << retries);
+        let pause = SYN_TIMEOUT * (1 << retries.saturating_sub(SYN_LINEAR_TIMEOUTS));
         s.queue(s.now() + pause, NetEvent::SynTimeout { id, retries: retries + 1 });
     }
 

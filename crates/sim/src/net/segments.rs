@@ -56,11 +56,14 @@ impl Network {
     pub(super) fn send_queued(&mut self, s: &mut Clock, id: ConnectionId, side: Side) {
         loop {
             let end = self.connections[id].end(side);
-            let Some(mut segment) = end.next_segment() else { break };
-            segment.sent_at = Some(s.now());
+            let Some(segment) = end.next_segment() else { break };
             let number = end.first + end.in_flight.len() as u64;
             end.bytes_in_flight += segment.bytes;
             end.in_flight.push_back(segment);
+            if end.may_probe_tail() {
+                // The probe follows the last segment.
+                end.timer_at = None;
+            }
             self.transmit(s, id, side, number);
         }
         self.arm_timer(s, id, side);
@@ -72,7 +75,9 @@ impl Network {
         if !end.is_fin(number) {
             end.socket.data_segments_out += 1;
         }
-        let bytes = end.in_flight[(number - end.first) as usize].bytes;
+        let segment = &mut end.in_flight[(number - end.first) as usize];
+        segment.sent_at = Some(s.now());
+        let bytes = segment.bytes;
         self.packet(s, id, from, bytes, NetEvent::Segment { id, from, number });
     }
 
@@ -87,18 +92,27 @@ impl Network {
             end.timer_at = None;
             return;
         }
-        let at = *end.timer_at.get_or_insert(s.now() + end.rto);
-        if !std::mem::replace(&mut end.timer_queued, true) {
+        let from_now = end.timer_from(s.now());
+        let at = *end.timer_at.get_or_insert(from_now);
+        if end.timer_queued.is_none_or(|queued| at < queued) {
+            end.timer_queued = Some(at);
             s.queue(at, NetEvent::Timeout { id, side });
         }
     }
 
     pub(super) fn timeout(&mut self, s: &mut Clock, id: ConnectionId, side: Side) {
         let end = self.connections[id].end(side);
-        end.timer_queued = false;
+        if end.timer_queued != Some(s.now()) {
+            // An earlier event has taken its place.
+            return;
+        }
+        end.timer_queued = None;
         let Some(at) = end.timer_at else { return };
         if at > s.now() {
             return self.arm_timer(s, id, side);
+        }
+        if end.may_probe_tail() {
+            return self.probe_tail(s, id, side);
         }
         if end.gives_up(s.now()) {
             return self.fail(s, id, side, io::ErrorKind::TimedOut);
@@ -106,7 +120,7 @@ impl Network {
         end.timer_at = None;
         if end.in_flight.is_empty() {
             // Probes of a closed window are not retransmissions.
-            end.back_off();
+            end.socket.window_backoff = end.socket.window_backoff.saturating_add(1);
         } else {
             end.timed_out();
         }
@@ -120,6 +134,21 @@ impl Network {
             // The window is closed.
             self.probe(s, id, side);
         }
+        self.arm_timer(s, id, side);
+    }
+
+    /// Sends the last segment again, so that its acknowledgement shows which ones are lost.
+    fn probe_tail(&mut self, s: &mut Clock, id: ConnectionId, side: Side) {
+        let end = self.connections[id].end(side);
+        end.timer_at = None;
+        end.socket.tail_probe_sent = true;
+        end.retransmitted += 1;
+        let number = end.first + end.in_flight.len() as u64 - 1;
+        if let Some(last) = end.in_flight.back_mut() {
+            last.repeated = true;
+        }
+        s.record(Entry::Retransmit { connection: id, count: 0 });
+        self.transmit(s, id, side, number);
         self.arm_timer(s, id, side);
     }
 

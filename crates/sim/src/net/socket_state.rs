@@ -85,11 +85,17 @@ pub(super) struct SocketState {
     pub(super) writer: Option<Waker>,
     pub(super) receive_buffer: u32,
     pub(super) max_unsent: u32,
+    /// The kernel has taken no bytes from the process, and has not yet reported that it takes some again.
+    pub(super) refused: bool,
     /// The window that the peer knows of, in bytes.
     pub(super) advertised: u32,
     pub(super) round_trip: RoundTrip,
     /// When the first segment was sent that has no answer, once its timeout has passed.
     pub(super) stalled_since: Option<Instant>,
+    /// A tail loss probe was sent since the last acknowledgement of new data.
+    pub(super) tail_probe_sent: bool,
+    /// How often the time between probes of a closed window has doubled.
+    pub(super) window_backoff: u8,
     pub(super) data_segments_out: u32,
     pub(super) keepalive: Option<Keepalive>,
     /// When the keepalive timer ends.
@@ -122,9 +128,12 @@ impl Default for SocketState {
             writer: None,
             receive_buffer: RECEIVE_BUFFER,
             max_unsent: u32::MAX,
+            refused: false,
             advertised: RECEIVE_BUFFER,
             round_trip: RoundTrip::none(),
             stalled_since: None,
+            tail_probe_sent: false,
+            window_backoff: 0,
             data_segments_out: 0,
             keepalive: None,
             keepalive_at: None,

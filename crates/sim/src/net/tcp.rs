@@ -23,10 +23,10 @@ pub(super) const MAX_SEGMENT: u32 = 16 * 1024;
 /// Bytes of a socket that are unsent or unacknowledged at most (`net.ipv4.tcp_wmem` lets them grow to 4 MiB).
 pub(super) const SEND_BUFFER: u32 = 256 * 1024;
 /// The longest retransmission timeout (Linux, `TCP_RTO_MAX`).
-const MAX_RTO: Duration = Duration::from_secs(120);
+pub(super) const MAX_RTO: Duration = Duration::from_secs(120);
 /// Retransmissions of a thin stream whose timeout does not double (Linux, `TCP_THIN_LINEAR_RETRIES`).
 const LINEAR_RETRIES: u8 = 6;
-const MSS: u32 = 1448;
+pub(super) const MSS: u32 = 1448;
 /// Time without an acknowledgement after which the kernel closes a connection (Linux, `tcp_retries2` of 15), and one
 /// whose socket the process has closed (8 retransmissions). Linux compares times, too (`retransmits_timed_out`).
 const MAX_STALL: Duration = Duration::from_millis(924_600);
@@ -101,7 +101,8 @@ pub(super) struct End {
     pub(super) retransmits: u8,
     pub(super) probes: u8,
     pub(super) timer_at: Option<Instant>,
-    pub(super) timer_queued: bool,
+    /// The time of the event that is queued for the timer.
+    pub(super) timer_queued: Option<Instant>,
     base_rto: Duration,
     pub(super) rto: Duration,
     pub(super) segments_out: u32,
@@ -147,7 +148,7 @@ impl End {
             retransmits: 0,
             probes: 0,
             timer_at: None,
-            timer_queued: false,
+            timer_queued: None,
             base_rto: rto,
             rto,
             segments_out: 0,
@@ -249,22 +250,18 @@ impl End {
         now.saturating_duration_since(since) >= limit
     }
 
-    /// A probe of a closed window has no answer yet: the next one follows after twice the time.
-    pub(super) fn back_off(&mut self) {
-        self.rto = (self.rto * 2).min(MAX_RTO);
-    }
-
     /// The retransmission timer starts again, because the path works.
     pub(super) fn path_works(&mut self) {
         self.retransmits = 0;
         self.rto = self.base_rto;
+        (self.socket.tail_probe_sent, self.socket.window_backoff) = (false, 0);
     }
 
     /// A retransmission timeout has passed.
     pub(super) fn timed_out(&mut self) {
         self.retransmits = self.retransmits.saturating_add(1);
         if !(self.thin && self.in_flight.len() < 4 && self.retransmits <= LINEAR_RETRIES) {
-            self.back_off();
+            self.rto = (self.rto * 2).min(MAX_RTO);
         }
     }
 

@@ -117,6 +117,11 @@ impl SocketNetwork {
         self.lock().net.change_links_to(host, change);
     }
 
+    /// Changes the links from a server's host, and leaves those to it as they are.
+    pub fn change_links_from(&self, host: HostId, change: impl Fn(&mut Link)) {
+        self.lock().net.change_links_from(host, change);
+    }
+
     /// Changes all links between hosts.
     pub fn change_all_links(&self, change: impl Fn(&mut Link)) {
         self.lock().net.change_all_links(change);

@@ -110,7 +110,10 @@ impl State {
         if bufs.iter().all(|buf| buf.is_empty()) {
             return Some(Ok(0));
         }
-        if !end.is_writable(false) {
+        // After a refusal tokio waits for the kernel's event before it writes again.
+        let is_refused = !end.is_writable(end.socket.refused);
+        end.socket.refused = is_refused;
+        if is_refused {
             set_waker(&mut end.socket.writer, waker);
             return None;
         }

@@ -101,7 +101,7 @@ async fn closed_window_is_probed_and_shows_in_tcp_info() {
         assert_eq!(info.is_window_closed(), Some(true));
         assert_eq!((info.unacked, info.retransmits, info.probes), (0, 0, 0), "{info:?}");
         assert_eq!(info.notsent_bytes, 256 << 10);
-        assert!(info.rto > Duration::from_secs(5), "{info:?}");
+        assert!(info.rto < Duration::from_secs(1), "only the probes are further apart: {info:?}");
         let packets = hosts.network.packets();
         sleep_ms(60_000).await;
         let probes = hosts.network.packets() - packets;

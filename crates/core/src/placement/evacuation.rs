@@ -11,8 +11,8 @@
 //! | failed, or outstanding for half of its timeout | those that delivered events and have fallen silent |
 //! | failed `fall` times in a row: the endpoint is degraded | all that can be resumed |
 //!
-//! A target must be ready, and a `/readyz` request that was sent to it after the first failure must have
-//! been ok. The prober asks the other endpoints at once. If all apiservers lose etcd together, no endpoint
+//! A target must be ready, and a `/readyz` request that was not sent to it before the first failure must have
+//! been ok. The prober asks the other endpoints at once, on a coarse clock at the moment of the failure. If all apiservers lose etcd together, no endpoint
 //! qualifies and nothing moves.
 //!
 //! All moves are offered within [`WINDOW`], after a random delay of up to [`START_JITTER`]. The pool spreads
@@ -38,7 +38,7 @@ const OFFER_PAUSE: Duration = Duration::from_millis(100);
 fn may_take_over(target: &EndpointReadiness, failing_since: Instant) -> bool {
     target.state == EndpointState::Ready
         && target.probe_failing_since.is_none()
-        && target.last_ready_probe.is_some_and(|asked_at| asked_at > failing_since)
+        && target.last_ready_probe.is_some_and(|asked_at| asked_at >= failing_since)
 }
 
 /// Which watches should leave an endpoint.
@@ -187,8 +187,8 @@ mod tests {
             }
         };
         // The probe of the source has failed since 20 s.
-        let confirmed = readiness(Ready, None, Some(21));
-        let unconfirmed = readiness(Ready, None, Some(20));
+        let confirmed = readiness(Ready, None, Some(20));
+        let unconfirmed = readiness(Ready, None, Some(19));
         for (source, others, expected) in [
             // The probe of the source is ok.
             (readiness(Ready, None, Some(5)), [confirmed, confirmed], None),

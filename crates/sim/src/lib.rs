@@ -6,6 +6,7 @@
 //! * [`net`]: hosts, links, and TCP with the facts of `TCP_INFO`; byte sockets on it ([`net::sockets`]).
 //! * [`shell`]: processes on these sockets: jackstay, apiservers and clients; a run.
 //! * [`peers`], [`checker`]: the clients, and the rules that what they see is compared with.
+//! * [`scripts`]: clients that follow a script, and assert what it answers and when.
 //! * [`faults`], [`scenario`], [`scenarios`], [`invariants`]: what goes wrong, and what must hold.
 
 #![cfg_attr(not(test), warn(clippy::too_many_lines))]
@@ -17,4 +18,5 @@ pub mod net;
 pub mod peers;
 pub mod scenario;
 pub mod scenarios;
+pub mod scripts;
 pub mod shell;

@@ -21,6 +21,14 @@ fn lost_paths_and_dead_processes_fail_no_read_and_break_no_watch() {
 }
 
 #[test]
+fn scripts_keep_their_assertions() {
+    for script in jackstay_sim::scripts::ALL {
+        let (text, kept) = run(&["--scenario", script.name, "--seeds", "2", "--repeat", "2"]);
+        assert!(kept, "{text}");
+    }
+}
+
+#[test]
 fn log_is_a_function_of_the_seed() {
     let log = |seed| run(&["--scenario", "blackhole", "--seed", seed, "--trace"]).0;
     let first = log("1");

@@ -214,6 +214,15 @@ impl Network {
         }
     }
 
+    /// The device on the path knows the connections to a host again.
+    pub fn remember_flows(&mut self, host: HostId) {
+        for connection in self.connections.iter_mut() {
+            if connection.ends[1].host == host {
+                (connection.forgotten, connection.dropped) = (false, [false; 2]);
+            }
+        }
+    }
+
     /// Takes in an event.
     pub(super) fn handle(&mut self, s: &mut Clock, event: NetEvent) {
         if !self.connections.contains(event.connection()) {

@@ -7,7 +7,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use jackstay_apiserver::pki::{Issued, Pki, Subject, Validity};
-use rustls::{ClientConfig, RootCertStore};
+use rustls::client::WantsClientCert;
+use rustls::{ClientConfig, ConfigBuilder, RootCertStore};
 
 /// A certificate authority, and the files that jackstay reads. They are removed when it is dropped.
 pub struct Certificates {
@@ -57,15 +58,27 @@ impl Certificates {
     /// # Errors
     /// rustls does not accept the certificate.
     pub fn client(&self) -> io::Result<ClientConfig> {
+        self.trust()?
+            .with_client_auth_cert(vec![self.node.cert_der()], self.node.key_der())
+            .map_err(io::Error::other)
+    }
+
+    /// TLS of a client without a certificate.
+    ///
+    /// # Errors
+    /// rustls does not accept the authority.
+    pub fn anonymous(&self) -> io::Result<ClientConfig> {
+        Ok(self.trust()?.with_no_client_auth())
+    }
+
+    fn trust(&self) -> io::Result<ConfigBuilder<ClientConfig, WantsClientCert>> {
         let mut roots = RootCertStore::empty();
         roots.add(self.pki.ca_der()).map_err(io::Error::other)?;
         let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
-        ClientConfig::builder_with_provider(provider)
+        Ok(ClientConfig::builder_with_provider(provider)
             .with_safe_default_protocol_versions()
             .map_err(io::Error::other)?
-            .with_root_certificates(roots)
-            .with_client_auth_cert(vec![self.node.cert_der()], self.node.key_der())
-            .map_err(io::Error::other)
+            .with_root_certificates(roots))
     }
 }
 

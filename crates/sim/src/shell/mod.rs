@@ -7,16 +7,17 @@
 //! * [`program`], [`servers`], [`crate::peers`]: jackstay, the apiservers, and the clients.
 //! * [`certificates`], [`store`]: what they prove to each other, and what they read and write.
 //!
-//! [`run`] runs a scenario ([`crate::scenario::Sim`]) with them.
+//! [`run`] runs a scenario ([`crate::scenario::Sim`]) with them, and [`script::run`] one of [`crate::scripts`].
 
 pub mod certificates;
 pub mod kernel;
 pub mod process;
 pub mod program;
 pub mod runtime;
+pub mod script;
 pub mod servers;
 pub mod store;
 
-mod run;
+pub(crate) mod run;
 
 pub use self::run::{ShellRun, run};

@@ -15,6 +15,7 @@ use std::time::Duration;
 use jackstay::app::active::ActiveConfig;
 use jackstay::app::drain_signal::DrainSignal;
 use jackstay::app::worker::{Command, Role, WorkerSetup};
+use jackstay::config::Config;
 use jackstay::control::endpoint_set::EndpointSetWriter;
 use jackstay::control::saved_floors;
 use jackstay::net::loaded_files::LoadedFiles;
@@ -47,6 +48,8 @@ pub struct Configuration {
     pub ping_interval: Duration,
     /// `connections.max`.
     pub max_connections: usize,
+    /// Changes the rest.
+    pub change: fn(&mut Config),
 }
 
 /// A started jackstay. Its tasks run on the `LocalSet` that [`start`] was called on.
@@ -57,19 +60,25 @@ pub struct Program {
     /// Its configuration with the upstreams.
     pub active: ActiveConfig,
     writers: Vec<EndpointSetWriter>,
-    _held: Held,
+    held: Held,
 }
 
 /// What the control thread holds as long as the process runs.
 #[derive(Debug)]
 struct Held {
-    /// It has no signal to drain.
-    _signals: [watch::Sender<bool>; 3],
+    drain: watch::Sender<bool>,
+    /// Nothing says that all sockets are closed, or that connections are to close at once.
+    _signals: [watch::Sender<bool>; 2],
     /// The workers end without them.
     _commands: Vec<UnboundedSender<Command>>,
 }
 
 impl Program {
+    /// Begins to drain, as SIGTERM does. The workers do not wait for each other's sockets.
+    pub fn drain(&self) {
+        self.held.drain.send_replace(true);
+    }
+
     /// Removes an apiserver from the endpoint sets, as discovery does.
     pub fn remove_endpoint(&self, address: IpAddr) {
         for writer in &self.writers {
@@ -91,7 +100,8 @@ pub fn start(
 ) -> io::Result<Rc<Program>> {
     let text = configuration.text(certificates.directory());
     let loaded = jackstay::config::validate_text(Path::new("jackstay.yaml"), &text);
-    let config = loaded.map_err(|error| io::Error::other(error.to_string()))?.config;
+    let mut config = loaded.map_err(|error| io::Error::other(error.to_string()))?.config;
+    (configuration.change)(&mut config);
     let metrics = Metrics::new();
     let memory = MemoryBudget::new(DEFAULT_LIMIT);
     let connector = Arc::new(Connector::over(network.of_process(process)));
@@ -112,8 +122,8 @@ pub fn start(
         spawn_local(floors);
     }
     spawn_local(upkeep(Arc::clone(&metrics)));
-    let held = Held { _signals: [drain, close, force], _commands: commands };
-    Ok(Rc::new(Program { metrics, active, writers, _held: held }))
+    let held = Held { drain, _signals: [close, force], _commands: commands };
+    Ok(Rc::new(Program { metrics, active, writers, held }))
 }
 
 /// Starts a worker that accepts and the identity lane.

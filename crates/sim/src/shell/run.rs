@@ -6,6 +6,7 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::rc::Rc;
 use std::time::{Duration, UNIX_EPOCH};
 
+use jackstay::config::Config;
 use jackstay::observe::Metrics;
 use jackstay_apiserver::cluster::Cluster;
 use jackstay_core::endpoint_state::EndpointState;
@@ -58,6 +59,19 @@ pub struct ShellRun {
 /// # Errors
 /// A process of the run cannot be started.
 pub fn run(sim: &Sim, time: Duration, traces: bool) -> io::Result<ShellRun> {
+    run_world(sim, traces, async |mut world| {
+        world.start_nodes(sim)?;
+        world.pass(&sim.faults, time).await?;
+        Ok(world.finish(&sim.faults).await)
+    })
+}
+
+/// Runs `main` with the apiservers of a scenario on virtual time.
+pub(crate) fn run_world<T>(
+    sim: &Sim,
+    traces: bool,
+    main: impl AsyncFnOnce(World) -> io::Result<T>,
+) -> io::Result<T> {
     kernel::begin_run(sim.seed, STARTED);
     // The clock of the metrics is compared with that of the processor, which takes some time on both.
     drop(Metrics::new());
@@ -67,30 +81,30 @@ pub fn run(sim: &Sim, time: Duration, traces: bool) -> io::Result<ShellRun> {
     let network = |start| SocketNetwork::new(sim.seed, start, hosts, sim.endpoints);
     runtime::run(START, network, |network| async move {
         let _run = SimulatedRun::begin();
-        let mut world = World::start(sim, network)?;
+        let world = World::start(sim, network)?;
         if traces {
             world.network.set_tracing(true);
             world.observer.log_lines();
         }
-        world.pass(&sim.faults, time).await?;
-        Ok(world.finish(&sim.faults).await)
+        main(world).await
     })
 }
 
 /// The processes of a run.
-struct World {
-    network: SocketNetwork,
-    cluster: Cluster,
-    servers: Vec<Apiserver>,
-    nodes: Vec<Node>,
-    observer: Observer,
+pub(crate) struct World {
+    pub(crate) network: SocketNetwork,
+    pub(crate) cluster: Cluster,
+    pub(crate) servers: Vec<Apiserver>,
+    pub(crate) nodes: Vec<Node>,
+    pub(crate) observer: Observer,
     stopper: Stopper,
-    certificates: Certificates,
+    stop: Stop,
+    pub(crate) certificates: Certificates,
 }
 
 /// jackstay on a host, and its clients.
-struct Node {
-    program: Rc<Program>,
+pub(crate) struct Node {
+    pub(crate) program: Rc<Program>,
     _process: Process,
     _clients: Vec<Process>,
 }
@@ -115,30 +129,35 @@ impl World {
             servers.push(server);
         }
         let (stopper, stop) = peers::stop_signal();
-        let mut world = Self {
+        Ok(Self {
             network,
             cluster,
             servers,
             nodes: Vec::new(),
             observer: Observer::new(),
             stopper,
+            stop,
             certificates,
-        };
-        for node in 0..sim.nodes {
-            let node = world.start_node(sim, node, &stop)?;
-            world.nodes.push(node);
-        }
-        Ok(world)
+        })
     }
 
-    /// Starts jackstay and the clients of a node.
-    fn start_node(&self, sim: &Sim, node: usize, stop: &Stop) -> io::Result<Node> {
+    fn start_nodes(&mut self, sim: &Sim) -> io::Result<()> {
+        for _ in 0..sim.nodes {
+            self.start_node(sim, |_| {})?;
+        }
+        Ok(())
+    }
+
+    /// Starts jackstay and the clients of the next node. `change` changes its configuration.
+    pub(crate) fn start_node(&mut self, sim: &Sim, change: fn(&mut Config)) -> io::Result<()> {
+        let node = self.nodes.len();
         let host = (sim.endpoints + node) as HostId;
         let servers = (0..sim.endpoints as HostId).map(SocketNetwork::address_of);
         let configuration = Configuration {
             endpoints: servers.map(|server| SocketAddr::new(server, APISERVER_PORT)).collect(),
             ping_interval: sim.ping_interval,
             max_connections: sim.max_connections,
+            change,
         };
         let number = self.network.add_process(host);
         let (process, program) = Process::start_with(|| {
@@ -147,14 +166,15 @@ impl World {
         let mut clients = Vec::new();
         for (at, role) in sim.roles().enumerate() {
             let number = (node * sim.roles().count() + at) as u16;
-            let peer = self.peer((host, number), node, stop)?;
+            let peer = self.peer((host, number), node)?;
             clients.push(Process::start(client(peer, role)));
         }
-        Ok(Node { program: program?, _process: process, _clients: clients })
+        self.nodes.push(Node { program: program?, _process: process, _clients: clients });
+        Ok(())
     }
 
     /// What a client of a node has.
-    fn peer(&self, (host, number): (HostId, u16), node: usize, stop: &Stop) -> io::Result<Peer> {
+    fn peer(&self, (host, number): (HostId, u16), node: usize) -> io::Result<Peer> {
         let network =
             self.network.of_process_with(self.network.add_process(host), SocketOptions::go());
         let address = (Ipv4Addr::LOCALHOST, PORT).into();
@@ -165,7 +185,7 @@ impl World {
             id: ClientId { number, group: Some(node as u32) },
             client,
             observer: self.observer.clone(),
-            stop: stop.clone(),
+            stop: self.stop.clone(),
         })
     }
 
@@ -188,7 +208,7 @@ impl World {
     }
 
     /// Begins or ends a fault.
-    fn change(&mut self, fault: &Fault, begins: bool) -> io::Result<()> {
+    pub(crate) fn change(&mut self, fault: &Fault, begins: bool) -> io::Result<()> {
         let host = fault.server as HostId;
         self.observer.log(|| format!("fault {:?} of {host}: {begins}", fault.kind));
         match fault.kind {
@@ -226,7 +246,7 @@ impl World {
     }
 
     /// Ends the clients, waits, and judges the run.
-    async fn finish(self, faults: &[Fault]) -> ShellRun {
+    pub(crate) async fn finish(self, faults: &[Fault]) -> ShellRun {
         self.stopper.stop();
         sleep(REST).await;
         let mut record = self.observer.take();

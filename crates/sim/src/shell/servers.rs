@@ -67,6 +67,16 @@ impl Apiserver {
         })
     }
 
+    /// The server.
+    pub fn server(&self) -> &ApiServer {
+        &self.server
+    }
+
+    /// Its number as a process of the network.
+    pub fn number(&self) -> ProcessId {
+        self.number
+    }
+
     /// Begins or ends a fault of the process. Those of the network are not meant here.
     ///
     /// # Errors

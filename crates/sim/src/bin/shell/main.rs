@@ -1,20 +1,19 @@
-//! Runs seeds of the scenarios with the program as it ships.
+//! Runs seeds of the scenarios and the scripts with the program as it ships.
 
 mod runs;
+mod subject;
 
 use std::process::ExitCode;
 
-use jackstay_sim::scenario::Scenario;
-use jackstay_sim::scenarios::{ALL, by_name};
-
 use self::runs::Seeds;
+use self::subject::Subject;
 
 const USAGE: &str = "usage: jackstay-sim-shell [--scenario NAME] [--seeds N] [--first N] [--repeat N], \
                      jackstay-sim-shell --scenario NAME --seed N [--trace], or \
                      jackstay-sim-shell --list";
 
 struct Arguments {
-    scenario: Option<&'static Scenario>,
+    scenario: Option<Subject>,
     seeds: Seeds,
     /// One run, in this process.
     seed: Option<u64>,
@@ -40,8 +39,8 @@ fn parse(mut args: impl Iterator<Item = String>) -> Result<Arguments, String> {
             "--seed" => parsed.seed = Some(number(value()?)?),
             "--scenario" => {
                 let name = value()?;
-                let found =
-                    by_name(&name).ok_or(format!("there is no scenario {name}; see --list"))?;
+                let found = Subject::by_name(&name)
+                    .ok_or(format!("there is no scenario {name}; see --list"))?;
                 parsed.scenario = Some(found);
             }
             "--trace" => parsed.trace = true,
@@ -62,12 +61,12 @@ fn main() -> ExitCode {
     };
     let scenarios: Vec<_> = match arguments.scenario {
         Some(scenario) => vec![scenario],
-        None => ALL.iter().filter(|scenario| scenario.is_run_by_the_shell()).collect(),
+        None => Subject::all(),
     };
     let mut failed = 0;
     for scenario in scenarios {
         if arguments.list {
-            println!("{:<20} {}", scenario.name, scenario.about);
+            println!("{:<20} {}", scenario.name(), scenario.about());
             continue;
         }
         failed += match arguments.seed {

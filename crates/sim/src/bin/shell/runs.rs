@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
-use jackstay_sim::scenario::Scenario;
+use crate::subject::Subject;
 
 /// What to run.
 #[derive(Debug, Clone, Copy)]
@@ -22,28 +22,27 @@ pub struct Seeds {
 }
 
 /// Runs one seed in this process, and prints what it has shown.
-pub fn run_one(scenario: &Scenario, seed: u64, trace: bool) -> u64 {
-    let run = match jackstay_sim::shell::run(&(scenario.sim)(seed), scenario.time, trace) {
+pub fn run_one(scenario: Subject, seed: u64, trace: bool) -> u64 {
+    let run = match scenario.run(seed, trace) {
         Ok(run) => run,
         Err(error) => {
-            println!("{}, seed {seed}: cannot run: {error}", scenario.name);
+            println!("{}, seed {seed}: cannot run: {error}", scenario.name());
             return 1;
         }
     };
     if trace {
         print!("{}", run.log);
     }
-    println!("{}, seed {seed}: {}", scenario.name, run.findings);
+    println!("{}, seed {seed}: {}", scenario.name(), run.findings);
     println!("{} packets, trace {:016x}", run.packets, run.hash);
-    let broken = scenario.shell_promises().broken_by(&run.findings);
-    for text in &broken {
+    for text in &run.broken {
         println!("broken: {text}");
     }
-    u64::from(!broken.is_empty())
+    u64::from(!run.broken.is_empty())
 }
 
 /// Runs seeds of a scenario on all processors. The first ones that fail are printed. Returns their number.
-pub fn run_many(scenario: &'static Scenario, seeds: Seeds) -> u64 {
+pub fn run_many(scenario: Subject, seeds: Seeds) -> u64 {
     #[allow(clippy::disallowed_methods)] // the real time that the runs take
     let began = Instant::now();
     let next = AtomicU64::new(seeds.first);
@@ -74,7 +73,7 @@ pub fn run_many(scenario: &'static Scenario, seeds: Seeds) -> u64 {
     }
     println!(
         "{:<20} {} seeds of the program, {} failed, {:.1} seeds a second",
-        scenario.name,
+        scenario.name(),
         seeds.count,
         failures.len(),
         seeds.count as f64 / seconds
@@ -83,14 +82,14 @@ pub fn run_many(scenario: &'static Scenario, seeds: Seeds) -> u64 {
 }
 
 /// Runs a seed in a process of its own, or in two.
-fn check(scenario: &Scenario, seed: u64, twice: bool) -> Result<(), String> {
+fn check(scenario: Subject, seed: u64, twice: bool) -> Result<(), String> {
     let first = run_process(scenario, seed)?;
     if twice {
         let second = run_process(scenario, seed)?;
         if first != second {
             return Err(format!(
                 "{}: seed {seed} is not repeatable:\n{first}\n{second}\n{}\n",
-                scenario.name,
+                scenario.name(),
                 repeat_command(scenario, seed)
             ));
         }
@@ -99,10 +98,10 @@ fn check(scenario: &Scenario, seed: u64, twice: bool) -> Result<(), String> {
 }
 
 /// Runs a seed in a process of its own. Returns its output, or as an error if a promise is broken.
-fn run_process(scenario: &Scenario, seed: u64) -> Result<String, String> {
+fn run_process(scenario: Subject, seed: u64) -> Result<String, String> {
     let output = std::env::current_exe().and_then(|program| {
         let seed = seed.to_string();
-        Command::new(program).args(["--scenario", scenario.name, "--seed", &seed]).output()
+        Command::new(program).args(["--scenario", scenario.name(), "--seed", &seed]).output()
     });
     let output = output.map_err(|error: io::Error| format!("cannot run the simulator: {error}"))?;
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -114,9 +113,9 @@ fn run_process(scenario: &Scenario, seed: u64) -> Result<String, String> {
 }
 
 /// The command that repeats the run of a seed with its log.
-fn repeat_command(scenario: &Scenario, seed: u64) -> String {
+fn repeat_command(scenario: Subject, seed: u64) -> String {
     format!(
         "repeat it: cargo run --profile sim -p jackstay-sim --bin jackstay-sim-shell -- --scenario {} --seed {seed} --trace",
-        scenario.name
+        scenario.name()
     )
 }

@@ -134,6 +134,11 @@ impl SocketNetwork {
         self.lock().net.forget_flows(host, dropped);
     }
 
+    /// The device on the path knows the connections to a host again, and forwards their packets.
+    pub fn remember_flows(&self, host: HostId) {
+        self.lock().net.remember_flows(host);
+    }
+
     /// Stops a process (SIGSTOP), lets it continue, kills (SIGKILL) or restarts it. The kernel of a killed process
     /// closes its sockets, and their streams and listeners do nothing from then on.
     pub fn set_process(&self, process: ProcessId, process_state: ProcessState) {

@@ -6,17 +6,15 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+mod admin_endpoint;
 mod client_certificates;
 mod clients;
 mod compressed_watches;
 mod connection_slots;
 mod consistent_reads;
-mod degraded_upstream;
 mod expired_versions;
 mod goaway_chance;
 mod header_limits;
-mod heartbeats;
-mod held_watches;
 mod hostile_upstream;
 mod identity;
 mod kubectl;
@@ -26,7 +24,6 @@ mod line_windows;
 mod memory_budget;
 mod metrics_bind;
 mod new_tokens;
-mod outage;
 mod overload;
 mod own_errors;
 mod request_bodies;
@@ -36,11 +33,9 @@ mod retry;
 mod scripted_peer;
 mod shared_versions;
 mod starting_servers;
-mod stopped_servers;
 mod stream_capacity;
 mod token_users;
 mod unauthenticated;
-mod unresponsive_connections;
 mod upstream_floods;
 mod upstream_load;
 mod upstream_violations;

@@ -160,8 +160,6 @@ pub struct Script {
     pub ended: AtomicUsize,
     /// The number of GOAWAY frames from jackstay.
     pub goaways: AtomicUsize,
-    /// The next PING is answered with GOAWAY and the end of the connection, and this is reset.
-    pub goaway_on_ping: AtomicBool,
     /// The number of PINGs without a request between them that the peers accept; 0 for any number. One more is answered as
     /// by gRPC servers: GOAWAY `ENHANCE_YOUR_CALM` with `too_many_pings`, and the end of the connection.
     pub ping_limit: AtomicUsize,
@@ -519,14 +517,6 @@ impl Connection {
                 return Err(io::ErrorKind::ConnectionAborted.into());
             }
             SETTINGS if flags & ACK == 0 => self.write(&frame(SETTINGS, ACK, 0, &[])).await?,
-            PING if flags & ACK == 0
-                && !self.probe
-                && self.script.goaway_on_ping.swap(false, Relaxed) =>
-            {
-                self.write(&goaway(0, NO_ERROR)).await?;
-                self.stream.shutdown().await?;
-                return Err(io::ErrorKind::ConnectionAborted.into());
-            }
             PING if flags & ACK == 0 && self.pongs_left != Some(0) => {
                 self.write(&frame(PING, ACK, 0, &payload)).await?;
                 self.pongs_left = self.pongs_left.map(|left| left - 1);
@@ -600,9 +590,4 @@ impl Connection {
         self.stream.write_all(bytes).await?;
         self.stream.flush().await
     }
-}
-
-/// A listener whose kernel accepts TCP connections into the backlog. No data is ever sent on them.
-pub fn silent_listener() -> std::net::TcpListener {
-    std::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap()
 }

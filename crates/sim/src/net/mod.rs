@@ -196,7 +196,7 @@ impl Network {
     }
 
     /// Sends a keepalive probe, which the peer's kernel answers.
-    pub(super) fn probe(&mut self, s: &mut Clock, id: ConnectionId, side: Side) {
+    fn probe(&mut self, s: &mut Clock, id: ConnectionId, side: Side) {
         let end = self.connections[id].end(side);
         end.probes = end.probes.saturating_add(1);
         end.segments_out += 1;
@@ -224,7 +224,7 @@ impl Network {
     }
 
     /// Takes in an event.
-    pub(super) fn handle(&mut self, s: &mut Clock, event: NetEvent) {
+    fn handle(&mut self, s: &mut Clock, event: NetEvent) {
         if !self.connections.contains(event.connection()) {
             return;
         }

@@ -135,6 +135,8 @@ pub struct Counters {
     pub in_flight: AtomicU64,
     /// Those of [`Self::in_flight`] that jackstay asks for itself.
     pub own_requests_of_jackstay: AtomicU64,
+    /// Lists, and pages of lists, that were answered.
+    pub lists: AtomicU64,
     /// Running watches.
     pub watches: AtomicU64,
 }

@@ -1,17 +1,25 @@
 //! What the apiservers of a fleet bear, second by second.
 
-use crate::invariants::Findings;
-use crate::world::World;
+use std::rc::Rc;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::Duration;
+
+use jackstay_apiserver::ApiServer;
+use jackstay_sys::clock;
+use tokio::time::sleep_until;
+
+use crate::net::HostId;
+use crate::net::sockets::SocketNetwork;
+use crate::shell::ShellRun;
+use crate::shell::program::Program;
 
 /// The result of the run of a fleet.
 #[derive(Debug)]
 pub struct FleetRun {
     /// What the apiservers bore.
     pub load: Load,
-    /// What the clients found.
-    pub findings: Findings,
-    /// Events of the simulator.
-    pub events: u64,
+    /// What every run shows.
+    pub run: ShellRun,
 }
 
 /// One second. Each has an element for each apiserver.
@@ -33,23 +41,51 @@ pub struct Load {
     counted: [Vec<u64>; 2],
 }
 
-impl Load {
-    pub(crate) fn sample(&mut self, world: &World) {
-        let connects = world.net.connects.clone();
-        let lists: Vec<_> = world.servers.iter().map(|server| server.lists).collect();
-        let mut watches = vec![0; world.servers.len()];
-        for node in &world.nodes {
-            node.count_watches(&mut watches);
+/// Counts what the apiservers bear.
+pub(crate) struct Sampler {
+    /// The network, whose first hosts are those of the apiservers.
+    pub network: SocketNetwork,
+    /// The apiservers.
+    pub servers: Vec<ApiServer>,
+    /// The nodes.
+    pub programs: Vec<Rc<Program>>,
+}
+
+impl Sampler {
+    /// Samples at the end of each of so many seconds from now on.
+    pub async fn run(&self, seconds: usize) -> Load {
+        let mut end = clock::now();
+        let mut load = Load::default();
+        for _ in 0..seconds {
+            end += Duration::from_secs(1);
+            sleep_until(end.into()).await;
+            self.sample(&mut load);
         }
-        let [connects_before, lists_before] = &self.counted;
-        self.seconds.push(Second {
+        load
+    }
+
+    fn sample(&self, load: &mut Load) {
+        let hosts = 0..self.servers.len() as HostId;
+        let connects: Vec<_> = hosts.map(|host| self.network.connects(host)).collect();
+        let lists = self.servers.iter().map(|server| server.counters().lists.load(Relaxed));
+        let lists: Vec<_> = lists.collect();
+        let mut watches = vec![0; self.servers.len()];
+        for upstream in self.programs.iter().flat_map(|program| &program.active.upstreams) {
+            for (count, endpoint) in watches.iter_mut().zip(upstream.endpoints().iter()) {
+                *count += endpoint.watches() as u64;
+            }
+        }
+        let [connects_before, lists_before] = &load.counted;
+        load.seconds.push(Second {
             connects: since(&connects, connects_before),
             lists: since(&lists, lists_before),
             watches,
         });
-        self.counted = [connects, lists];
+        load.counted = [connects, lists];
     }
+}
 
+impl Load {
     /// The largest number within one second at one apiserver, from a second on.
     pub fn peak(&self, from: usize, of: impl Fn(&Second) -> &Vec<u64>) -> u64 {
         self.seconds[from..].iter().flat_map(|second| of(second).iter().copied()).max().unwrap_or(0)

@@ -7,16 +7,20 @@
 //! * [`shell`]: processes on these sockets: jackstay, apiservers and clients; a run.
 //! * [`peers`], [`checker`]: the clients, and the rules that what they see is compared with.
 //! * [`scripts`]: clients that follow a script, and assert what it answers and when.
+//! * [`fleet`], [`storms`], [`plots`]: many nodes, and what they do to the apiservers together.
 //! * [`faults`], [`scenario`], [`scenarios`], [`invariants`]: what goes wrong, and what must hold.
 
 #![cfg_attr(not(test), warn(clippy::too_many_lines))]
 
 pub mod checker;
 pub mod faults;
+pub mod fleet;
 pub mod invariants;
 pub mod net;
 pub mod peers;
+pub mod plots;
 pub mod scenario;
 pub mod scenarios;
 pub mod scripts;
 pub mod shell;
+pub mod storms;

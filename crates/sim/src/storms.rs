@@ -1,11 +1,13 @@
 //! Storms: fleets whose nodes decide independently, and what they do together to three apiservers. Bounds are those of a
 //! node, so that they hold for a fleet of any size.
 
+use std::io;
 use std::time::Duration;
 
 use crate::faults::FaultKind;
 use crate::fleet::{FleetRun, Load};
 use crate::scenario::{Role, Sim};
+use crate::shell::{self, ShellRun};
 
 const SECOND: Duration = Duration::from_secs(1);
 
@@ -28,8 +30,6 @@ pub struct Storm {
     /// When the last fault ends, in seconds; [`START`] if it does not end.
     pub ends: usize,
     faults: fn(Sim) -> Sim,
-    /// `health.ping_interval`: 1 s by default. It is longer where no PING finds the fault.
-    ping_interval: Duration,
     /// What is asserted.
     pub bounds: Bounds,
 }
@@ -55,8 +55,10 @@ pub struct Bounds {
 /// What a storm has shown.
 #[derive(Debug)]
 pub struct StormRun {
-    /// The run.
-    pub run: FleetRun,
+    /// What the apiservers bore.
+    pub load: Load,
+    /// What every run shows.
+    pub run: ShellRun,
     /// The bounds that are exceeded.
     pub broken: Vec<String>,
     /// The figures that have bounds.
@@ -71,7 +73,6 @@ pub const ALL: &[Storm] = &[
         seconds: 60,
         ends: START,
         faults: |sim| sim.fault(0, FaultKind::Kill).at(SECOND * START as u32),
-        ping_interval: Duration::from_secs(10),
         bounds: Bounds {
             connects: 6.0,
             lists: 0.0,
@@ -87,7 +88,6 @@ pub const ALL: &[Storm] = &[
         seconds: 50,
         ends: START,
         faults: |sim| sim.blackhole(0).at(SECOND * START as u32),
-        ping_interval: SECOND,
         bounds: Bounds {
             connects: 1.0,
             lists: 0.0,
@@ -103,7 +103,6 @@ pub const ALL: &[Storm] = &[
         seconds: 60,
         ends: START,
         faults: |sim| sim.fault(0, FaultKind::Hang).at(SECOND * START as u32),
-        ping_interval: Duration::from_secs(10),
         bounds: Bounds {
             connects: 1.0,
             lists: 0.0,
@@ -125,7 +124,6 @@ pub const ALL: &[Storm] = &[
             }
             sim
         },
-        ping_interval: Duration::from_secs(10),
         bounds: Bounds {
             connects: 6.0,
             // A watch whose last bookmark is older than the start of every apiserver gets 410; a node has about three on one.
@@ -145,7 +143,6 @@ pub const ALL: &[Storm] = &[
             let at = SECOND * START as u32;
             sim.blackhole(0).at(at).until(at + 600 * SECOND)
         },
-        ping_interval: Duration::from_secs(10),
         bounds: Bounds {
             connects: 2.0,
             lists: 0.0,
@@ -158,18 +155,19 @@ pub const ALL: &[Storm] = &[
 ];
 
 impl Storm {
-    /// Runs a seed with this number of nodes and compares it with the bounds. `finishes`: what is left over after the
-    /// end of all clients counts, too.
-    pub fn run(&self, seed: u64, nodes: usize, finishes: bool) -> StormRun {
-        let sim = Sim::seed(seed).nodes(nodes).fleet().ping_interval(self.ping_interval);
+    /// Runs a seed with this number of nodes and compares it with the bounds. A process makes one run.
+    ///
+    /// # Errors
+    /// A process of the run cannot be started.
+    pub fn run(&self, seed: u64, nodes: usize) -> io::Result<StormRun> {
+        let sim = Sim::seed(seed).nodes(nodes);
         let sim = sim.clients(Role::Informers, WATCHES).clients(Role::Kubelets, 1);
-        let run = (self.faults)(sim).run_fleet(self.seconds, finishes);
-        let load = &run.load;
+        let FleetRun { load, run } = shell::run_fleet(&(self.faults)(sim), self.seconds)?;
         let connects = load.peak(START, |second| &second.connects) as f64 / nodes as f64;
         let lists = load.peak(START, |second| &second.lists) as f64 / nodes as f64;
         let share = load.largest_share(self.seconds - 1);
         let even_after = load.even_from().map(|second| second.saturating_sub(self.ends));
-        let left_after = left_from(load).map(|second| second.saturating_sub(START));
+        let left_after = left_from(&load).map(|second| second.saturating_sub(START));
         let lease = run.findings.longest_lease;
         let bounds = &self.bounds;
         let mut broken = run.findings.violations.clone();
@@ -198,7 +196,7 @@ impl Storm {
             even_after.map_or("never".to_owned(), |after| format!("{after} s")),
             left_after.map_or("never".to_owned(), |after| format!("{after} s")),
         );
-        StormRun { run, broken, summary }
+        Ok(StormRun { load, run, broken, summary })
     }
 }
 

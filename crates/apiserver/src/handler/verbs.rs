@@ -14,6 +14,7 @@ use http::header::{ACCEPT, CONTENT_TYPE};
 use hyper::body::Incoming;
 use serde_json::{Value, json};
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 
 impl RequestContext {
     pub(super) async fn resource(
@@ -235,6 +236,7 @@ impl RequestContext {
     async fn list(&self, target: &Target) -> Result<Response<ResponseBody>, StatusError> {
         let cluster = &self.server.cluster;
         let (mut objects, mut version) = self.listed(target).await?;
+        self.server.counters.lists.fetch_add(1, Relaxed);
         let token = self.query.get("continue");
         if !token.is_empty() {
             let token = token.split_once(':').and_then(|(v, key)| Some((v.parse().ok()?, key)));

@@ -7,7 +7,8 @@
 //! * [`program`], [`servers`], [`crate::peers`]: jackstay, the apiservers, and the clients.
 //! * [`certificates`], [`store`]: what they prove to each other, and what they read and write.
 //!
-//! [`run`] runs a scenario ([`crate::scenario::Sim`]) with them, and [`script::run`] one of [`crate::scripts`].
+//! [`run()`] and [`run_fleet`] run a scenario ([`crate::scenario::Sim`]) with them, and [`script::run`] one of
+//! [`crate::scripts`].
 
 pub mod certificates;
 pub mod kernel;
@@ -20,4 +21,4 @@ pub mod store;
 
 pub(crate) mod run;
 
-pub use self::run::{ShellRun, run};
+pub use self::run::{ShellRun, run, run_fleet};

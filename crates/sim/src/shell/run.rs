@@ -22,6 +22,7 @@ use super::servers::Apiserver;
 use super::{kernel, runtime, store};
 use crate::checker::{self, ClientId, Collection};
 use crate::faults::{Fault, FaultKind};
+use crate::fleet::{FleetRun, Sampler};
 use crate::invariants::Findings;
 use crate::net::sockets::SocketNetwork;
 use crate::net::{HostId, Link, SocketOptions};
@@ -63,6 +64,21 @@ pub fn run(sim: &Sim, time: Duration, traces: bool) -> io::Result<ShellRun> {
         world.start_nodes(sim)?;
         world.pass(&sim.faults, time).await?;
         Ok(world.finish(&sim.faults).await)
+    })
+}
+
+/// Runs a scenario as [`run`] does for this many seconds, and counts what the apiservers bear in each.
+///
+/// # Errors
+/// A process of the run cannot be started.
+pub fn run_fleet(sim: &Sim, seconds: usize) -> io::Result<FleetRun> {
+    let time = Duration::from_secs(seconds as u64);
+    run_world(sim, false, async |mut world| {
+        world.start_nodes(sim)?;
+        let sampler = world.sampler();
+        let (passed, load) = tokio::join!(world.pass(&sim.faults, time), sampler.run(seconds));
+        passed?;
+        Ok(FleetRun { load, run: world.finish(&sim.faults).await })
     })
 }
 
@@ -139,6 +155,15 @@ impl World {
             stop,
             certificates,
         })
+    }
+
+    /// Counts what the apiservers bear.
+    fn sampler(&self) -> Sampler {
+        Sampler {
+            network: self.network.clone(),
+            servers: self.servers.iter().map(|server| server.server().clone()).collect(),
+            programs: self.nodes.iter().map(|node| Rc::clone(&node.program)).collect(),
+        }
     }
 
     fn start_nodes(&mut self, sim: &Sim) -> io::Result<()> {

@@ -123,6 +123,11 @@ impl Apiserver {
         Ok(())
     }
 
+    /// The server, which outlives its processes.
+    pub fn server(&self) -> &ApiServer {
+        &self.server
+    }
+
     /// The requests and watches of clients that a running server serves.
     pub fn open_requests(&self) -> u64 {
         let counters = self.server.counters();
@@ -139,8 +144,9 @@ impl Apiserver {
         (self.is_running, self.is_dead) = (false, true);
     }
 
-    /// Starts a killed server again.
+    /// Starts a killed server again. Its watch cache has no history (apiserver, `storage/cacher/watch_cache.go`, `Replace`).
     fn restart(&mut self) -> io::Result<()> {
+        self.server.compact();
         self.network.set_process(self.number, ProcessState::Running);
         self.process = serve(&self.network, self.number, &self.server)?;
         (self.is_running, self.is_dead) = (true, false);

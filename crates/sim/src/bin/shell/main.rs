@@ -1,6 +1,7 @@
 //! Runs seeds of the scenarios and the scripts with the program as it ships.
 
 mod runs;
+mod storms;
 mod subject;
 
 use std::process::ExitCode;
@@ -9,7 +10,8 @@ use self::runs::Seeds;
 use self::subject::Subject;
 
 const USAGE: &str = "usage: jackstay-sim-shell [--scenario NAME] [--seeds N] [--first N] [--repeat N], \
-                     jackstay-sim-shell --scenario NAME --seed N [--trace], or \
+                     jackstay-sim-shell --scenario NAME --seed N [--trace], \
+                     jackstay-sim-shell --storms [--nodes N] [--plots DIRECTORY] [--seed N], or \
                      jackstay-sim-shell --list";
 
 struct Arguments {
@@ -52,7 +54,13 @@ fn parse(mut args: impl Iterator<Item = String>) -> Result<Arguments, String> {
 }
 
 fn main() -> ExitCode {
-    let arguments = match parse(std::env::args().skip(1)) {
+    let all: Vec<_> = std::env::args().skip(1).collect();
+    if let Some((first, rest)) = all.split_first()
+        && first.starts_with("--storm")
+    {
+        return storms::run(first, rest);
+    }
+    let arguments = match parse(all.into_iter()) {
         Ok(arguments) => arguments,
         Err(error) => {
             eprintln!("{error}");

@@ -135,7 +135,7 @@ pub struct Counters {
     pub in_flight: AtomicU64,
     /// Those of [`Self::in_flight`] that jackstay asks for itself.
     pub own_requests_of_jackstay: AtomicU64,
-    /// Lists, and pages of lists, that were answered.
+    /// Lists of clients that were answered; each page counts.
     pub lists: AtomicU64,
     /// Running watches.
     pub watches: AtomicU64,

@@ -98,11 +98,11 @@ impl Load {
         watches.iter().max().map_or(0.0, |&most| most as f64 / all.max(1) as f64)
     }
 
-    /// Seconds after which the watches of all apiservers stay within 10 % of their mean, if they do at the end.
-    pub fn even_from(&self) -> Option<usize> {
+    /// Seconds after which the watches of all apiservers stay within this share of their mean, if they do at the end.
+    pub fn even_from(&self, tolerance: f64) -> Option<usize> {
         let is_uneven = |second: &Second| {
             let mean = second.watches.iter().sum::<u64>() as f64 / second.watches.len() as f64;
-            second.watches.iter().any(|&watches| (watches as f64 - mean).abs() > 0.1 * mean)
+            second.watches.iter().any(|&watches| (watches as f64 - mean).abs() > tolerance * mean)
         };
         let uneven = self.seconds.iter().rposition(is_uneven).map_or(0, |last| last + 1);
         (uneven < self.seconds.len()).then_some(uneven)
@@ -114,4 +114,49 @@ fn since(now: &[u64], before: &[u64]) -> Vec<u64> {
         .zip(before.iter().chain(std::iter::repeat(&0)))
         .map(|(now, before)| now - before)
         .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A run with these watches at the end of each second, and as many connects as watches of the first apiserver.
+    fn load(watches: &[[u64; 3]]) -> Load {
+        let second = |watches: &[u64; 3]| Second {
+            connects: vec![watches[0], 0, 0],
+            lists: vec![0; 3],
+            watches: watches.to_vec(),
+        };
+        Load { seconds: watches.iter().map(second).collect(), ..Load::default() }
+    }
+
+    #[test]
+    fn even_from_is_the_second_after_the_last_uneven_one() {
+        let (even, uneven) = ([11, 10, 9], [12, 10, 8]);
+        let table: [(&[_], _); 5] = [
+            (&[even, even], Some(0)),
+            (&[uneven, even], Some(1)),
+            (&[even, uneven, even, even], Some(2)),
+            (&[even, uneven], None),
+            (&[[30, 0, 0]], None),
+        ];
+        for (watches, expected) in table {
+            assert_eq!(load(watches).even_from(0.1), expected, "{watches:?}");
+        }
+        assert_eq!(load(&[uneven]).even_from(0.2), Some(0));
+    }
+
+    #[test]
+    fn peak_and_share_are_those_of_one_apiserver() {
+        let load = load(&[[9, 0, 0], [5, 3, 2], [4, 3, 1]]);
+        assert_eq!(load.peak(1, |second| &second.connects), 5);
+        assert_eq!(load.peak(1, |second| &second.lists), 0);
+        assert!((load.largest_share(1) - 0.5).abs() < f64::EPSILON);
+    }
+
+    #[test]
+    fn since_counts_from_zero_in_the_first_second() {
+        assert_eq!(since(&[3, 4], &[]), [3, 4]);
+        assert_eq!(since(&[5, 4], &[3, 4]), [2, 0]);
+    }
 }

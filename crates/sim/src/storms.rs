@@ -11,8 +11,8 @@ use crate::shell::{self, ShellRun};
 
 const SECOND: Duration = Duration::from_secs(1);
 
-/// Nodes of a fleet whose runs take half a minute of one processor, and that of the plots.
-pub const NODES: usize = 300;
+/// Nodes of a fleet whose longest storm takes a minute of one processor, and that of the plots.
+pub const NODES: usize = 60;
 /// Watches of a node: those of one kubelet.
 pub const WATCHES: usize = 8;
 /// When the first fault begins, in seconds: the fleet has started before.
@@ -41,10 +41,10 @@ pub struct Bounds {
     pub connects: f64,
     /// Lists in a second at one apiserver, for each node.
     pub lists: f64,
-    /// The share of the watches that one apiserver has at the end, in 0..=1.
+    /// The share of the watches that one apiserver has at the end, in 0..=1. Small fleets may have more ([`tolerance`]).
     pub share: f64,
-    /// Seconds from the end of the faults until the watches of all apiservers are within 10 % of their mean; `None` if an
-    /// apiserver is missing at the end.
+    /// Seconds from the end of the faults until the watches of all apiservers are within [`tolerance`] of their mean; `None`
+    /// if an apiserver is missing at the end.
     pub even_after: Option<usize>,
     /// Seconds from the fault until the apiserver has no watch; `None` if it keeps or regains some.
     pub left_after: Option<usize>,
@@ -166,7 +166,8 @@ impl Storm {
         let connects = load.peak(START, |second| &second.connects) as f64 / nodes as f64;
         let lists = load.peak(START, |second| &second.lists) as f64 / nodes as f64;
         let share = load.largest_share(self.seconds - 1);
-        let even_after = load.even_from().map(|second| second.saturating_sub(self.ends));
+        let even_after =
+            load.even_from(tolerance(nodes)).map(|second| second.saturating_sub(self.ends));
         let left_after = left_from(&load).map(|second| second.saturating_sub(START));
         let lease = run.findings.longest_lease;
         let bounds = &self.bounds;
@@ -181,7 +182,11 @@ impl Storm {
             format!("{connects:.2} connects a second for each node"),
         );
         check(lists <= bounds.lists, format!("{lists:.2} lists a second for each node"));
-        check(share <= bounds.share, format!("a share of {share:.2} of the watches"));
+        let even_share = (1.0 + tolerance(nodes)) / 3.0;
+        check(
+            share <= bounds.share.max(even_share),
+            format!("a share of {share:.2} of the watches"),
+        );
         for (name, found, bound) in
             [("even", even_after, bounds.even_after), ("left", left_after, bounds.left_after)]
         {
@@ -198,6 +203,13 @@ impl Storm {
         );
         Ok(StormRun { load, run, broken, summary })
     }
+}
+
+/// How far the watches of an apiserver may be from the mean of three, as a share of it: 10 %, and more in fleets of fewer than
+/// 28 nodes. The rebalance leaves a node with three, three and two watches. Which apiserver has two is chance, so its count
+/// has the standard deviation √(2/9 n) for n nodes, and three of these are 0.53/√n of the mean 8/3 n.
+fn tolerance(nodes: usize) -> f64 {
+    (0.53 / (nodes as f64).sqrt()).max(0.1)
 }
 
 /// The second from whose end on the first apiserver has no watch.

@@ -236,7 +236,9 @@ impl RequestContext {
     async fn list(&self, target: &Target) -> Result<Response<ResponseBody>, StatusError> {
         let cluster = &self.server.cluster;
         let (mut objects, mut version) = self.listed(target).await?;
-        self.server.counters.lists.fetch_add(1, Relaxed);
+        if !self.is_of_prober() {
+            self.server.counters.lists.fetch_add(1, Relaxed);
+        }
         let token = self.query.get("continue");
         if !token.is_empty() {
             let token = token.split_once(':').and_then(|(v, key)| Some((v.parse().ok()?, key)));

@@ -11,9 +11,9 @@
 //! | failed, or outstanding for half of its timeout | those that delivered events and have fallen silent |
 //! | failed `fall` times in a row: the endpoint is degraded | all that can be resumed |
 //!
-//! A target must be ready, and a `/readyz` request that was not sent to it before the first failure must have
-//! been ok. The prober asks the other endpoints at once, on a coarse clock at the moment of the failure. If all apiservers lose etcd together, no endpoint
-//! qualifies and nothing moves.
+//! A target must be ready, and a `/readyz` request that was sent to it at the first failure or later must have been
+//! ok. The prober asks the other endpoints at once, in the same instant if the clock is coarse. If all apiservers lose
+//! etcd together, no endpoint qualifies and nothing moves.
 //!
 //! All moves are offered within [`WINDOW`], after a random delay of up to [`START_JITTER`]. The pool spreads
 //! the watches over the targets. When the apiserver has recovered, [`super::rebalance`] moves watches back

@@ -9,14 +9,16 @@ use std::process::ExitCode;
 use self::runs::Seeds;
 use self::subject::Subject;
 
-const USAGE: &str = "usage: jackstay-sim-shell [--scenario NAME] [--seeds N] [--first N] [--repeat N], \
-                     jackstay-sim-shell --scenario NAME --seed N [--trace], \
-                     jackstay-sim-shell --storms [--nodes N] [--plots DIRECTORY] [--seed N], or \
-                     jackstay-sim-shell --list";
+const USAGE: &str = "usage: jackstay-sim [--scenario NAME]... [--seeds N] [--first N] [--repeat N] [--until-failure], \
+                     jackstay-sim --scenario NAME --seed N [--trace], \
+                     jackstay-sim --storms [--nodes N] [--plots DIRECTORY] [--seed N], or jackstay-sim --list";
 
 struct Arguments {
-    scenario: Option<Subject>,
+    /// Empty for all.
+    scenarios: Vec<Subject>,
     seeds: Seeds,
+    /// The first seed that fails ends the run.
+    until_failure: bool,
     /// One run, in this process.
     seed: Option<u64>,
     trace: bool,
@@ -25,8 +27,9 @@ struct Arguments {
 
 fn parse(mut args: impl Iterator<Item = String>) -> Result<Arguments, String> {
     let mut parsed = Arguments {
-        scenario: None,
+        scenarios: Vec::new(),
         seeds: Seeds { first: 0, count: 100, repeat: 0 },
+        until_failure: false,
         seed: None,
         trace: false,
         list: false,
@@ -43,8 +46,9 @@ fn parse(mut args: impl Iterator<Item = String>) -> Result<Arguments, String> {
                 let name = value()?;
                 let found = Subject::by_name(&name)
                     .ok_or(format!("there is no scenario {name}; see --list"))?;
-                parsed.scenario = Some(found);
+                parsed.scenarios.push(found);
             }
+            "--until-failure" => parsed.until_failure = true,
             "--trace" => parsed.trace = true,
             "--list" => parsed.list = true,
             _ => return Err(format!("{arg} is unknown; {USAGE}")),
@@ -67,10 +71,18 @@ fn main() -> ExitCode {
             return ExitCode::from(2);
         }
     };
-    let scenarios: Vec<_> = match arguments.scenario {
-        Some(scenario) => vec![scenario],
-        None => Subject::all(),
+    let scenarios = if arguments.scenarios.is_empty() {
+        Subject::all()
+    } else {
+        arguments.scenarios
     };
+    if arguments.until_failure && !arguments.list {
+        let Some(report) = runs::first_failure(&scenarios, arguments.seeds) else {
+            return ExitCode::SUCCESS;
+        };
+        println!("{report}");
+        return ExitCode::FAILURE;
+    }
     let mut failed = 0;
     for scenario in scenarios {
         if arguments.list {

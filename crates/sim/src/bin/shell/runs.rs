@@ -45,29 +45,9 @@ pub fn run_one(scenario: Subject, seed: u64, trace: bool) -> u64 {
 pub fn run_many(scenario: Subject, seeds: Seeds) -> u64 {
     #[allow(clippy::disallowed_methods)] // the real time that the runs take
     let began = Instant::now();
-    let next = AtomicU64::new(seeds.first);
-    let failures = Mutex::new(BTreeMap::new());
-    let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    std::thread::scope(|scope| {
-        for _ in 0..threads {
-            scope.spawn(|| {
-                loop {
-                    let seed = next.fetch_add(1, Ordering::Relaxed);
-                    if seed >= seeds.first + seeds.count {
-                        return;
-                    }
-                    let twice = seeds.repeat > 0 && seed.is_multiple_of(seeds.repeat);
-                    if let Err(report) = check(scenario, seed, twice) {
-                        let mut failures = failures.lock().unwrap_or_else(PoisonError::into_inner);
-                        failures.insert(seed, report);
-                    }
-                }
-            });
-        }
-    });
+    let failures = run_until(&[scenario], seeds, usize::MAX);
     #[allow(clippy::disallowed_methods)]
     let seconds = began.elapsed().as_secs_f64();
-    let failures = failures.into_inner().unwrap_or_else(PoisonError::into_inner);
     for report in failures.values().take(5) {
         println!("{report}");
     }
@@ -79,6 +59,45 @@ pub fn run_many(scenario: Subject, seeds: Seeds) -> u64 {
         seeds.count as f64 / seconds
     );
     failures.len() as u64
+}
+
+/// Runs the first seed of each scenario, then the next one, until a seed fails. Returns its report.
+pub fn first_failure(scenarios: &[Subject], seeds: Seeds) -> Option<String> {
+    run_until(scenarios, seeds, 1).into_values().next()
+}
+
+/// Runs seeds of scenarios on all processors until so many have failed. Returns the reports of those, in the order of
+/// their runs.
+fn run_until(
+    scenarios: &[Subject],
+    seeds: Seeds,
+    failures: usize,
+) -> BTreeMap<u64, String> {
+    let next = AtomicU64::new(0);
+    let reports = Mutex::new(BTreeMap::new());
+    let reports = || reports.lock().unwrap_or_else(PoisonError::into_inner);
+    let width = scenarios.len() as u64;
+    let work = || {
+        while reports().len() < failures {
+            let number = next.fetch_add(1, Ordering::Relaxed);
+            if number >= seeds.count * width {
+                return;
+            }
+            let (scenario, seed) =
+                (scenarios[(number % width) as usize], seeds.first + number / width);
+            let twice = seeds.repeat > 0 && seed.is_multiple_of(seeds.repeat);
+            if let Err(report) = check(scenario, seed, twice) {
+                reports().insert(number, report);
+            }
+        }
+    };
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    std::thread::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(work);
+        }
+    });
+    std::mem::take(&mut *reports())
 }
 
 /// Runs a seed in a process of its own, or in two.

@@ -1,12 +1,20 @@
-//! The planted defects of the simulator must apply to the source that they change: `crates/sim/check-defects` plants
+//! The planted defects of the simulator must apply to the source that they change, one after the other: `crates/sim/check-defects` plants
 //! them, and is no part of CI.
 
+use std::collections::HashMap;
 use std::fs;
 use std::path::Path;
 
-/// The hunks of a patch: the file, and the lines that it must have one after the other.
-fn hunks(patch: &str) -> Vec<(&str, Vec<&str>)> {
-    let mut found: Vec<(&str, Vec<&str>)> = Vec::new();
+/// A hunk of a patch: the file, the lines that it replaces, and those that it puts in their place.
+#[derive(Default)]
+struct Hunk<'a> {
+    file: &'a str,
+    before: Vec<&'a str>,
+    after: Vec<&'a str>,
+}
+
+fn hunks(patch: &str) -> Vec<Hunk<'_>> {
+    let mut found: Vec<Hunk<'_>> = Vec::new();
     let mut file = "";
     for line in patch.lines() {
         if line.starts_with("--- ") {
@@ -15,29 +23,42 @@ fn hunks(patch: &str) -> Vec<(&str, Vec<&str>)> {
         if let Some(path) = line.strip_prefix("+++ b/") {
             file = path;
         } else if line.starts_with("@@") {
-            found.push((file, Vec::new()));
-        } else if !line.starts_with('+')
-            && let Some((_, lines)) = found.last_mut()
-        {
-            lines.push(line.get(1..).unwrap_or_default());
+            found.push(Hunk { file, ..Hunk::default() });
+        } else if let Some(hunk) = found.last_mut() {
+            let text = line.get(1..).unwrap_or_default();
+            if !line.starts_with('+') {
+                hunk.before.push(text);
+            }
+            if !line.starts_with('-') {
+                hunk.after.push(text);
+            }
         }
     }
     found
 }
 
-/// The patches that do not apply, with the file.
+/// Applies the patches one after the other, and returns those that do not apply, with the file.
 fn outdated(root: &Path) -> Vec<String> {
     let patches = fs::read_dir(root.join("crates/sim/defects")).unwrap();
+    let mut patches: Vec<_> = patches.map(|entry| entry.unwrap().path()).collect();
+    patches.sort();
+    let mut sources: HashMap<String, Vec<String>> = HashMap::new();
     let mut outdated = Vec::new();
-    for path in patches.map(|entry| entry.unwrap().path()) {
+    for path in patches {
         let patch = fs::read_to_string(&path).unwrap();
         let hunks = hunks(&patch);
         assert!(!hunks.is_empty(), "{}: no hunk", path.display());
-        for (file, lines) in hunks {
-            let source = fs::read_to_string(root.join(file)).unwrap();
-            let source: Vec<&str> = source.lines().collect();
-            if !source.windows(lines.len()).any(|window| window == lines) {
-                outdated.push(format!("{}: {file}", path.display()));
+        for Hunk { file, before, after } in hunks {
+            let source = sources.entry(file.to_owned()).or_insert_with(|| {
+                let text = fs::read_to_string(root.join(file)).unwrap();
+                text.lines().map(str::to_owned).collect()
+            });
+            match source.windows(before.len()).position(|window| window == before) {
+                Some(at) => {
+                    let after = after.into_iter().map(str::to_owned);
+                    source.splice(at..at + before.len(), after);
+                }
+                None => outdated.push(format!("{}: {file}", path.display())),
             }
         }
     }

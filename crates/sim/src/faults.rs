@@ -41,8 +41,8 @@ pub enum FaultKind {
     Forbid,
     /// The apiserver is removed from the set of endpoints. It does not end.
     Remove,
-    /// The tasks of the nodes' pools end; the apiserver does not matter. It does not end.
-    StopPools,
+    /// The nodes' upstream is replaced by a reload, so its pools end; the apiserver does not matter. It does not end.
+    ReplaceUpstream,
 }
 
 /// A fault of one apiserver.
@@ -61,7 +61,10 @@ pub struct Fault {
 impl Fault {
     /// Whether the endpoint may still be ill at the end of the scenario.
     pub(crate) fn lasts(&self) -> bool {
-        let ends = matches!(self.kind, FaultKind::ForgetFlows { .. } | FaultKind::Goaway(_));
+        let ends = matches!(
+            self.kind,
+            FaultKind::ForgetFlows { .. } | FaultKind::Goaway(_) | FaultKind::ReplaceUpstream
+        );
         self.until.is_none() && !ends
     }
 

@@ -70,7 +70,7 @@ impl Sampler {
         let lists = self.servers.iter().map(|server| server.counters().lists.load(Relaxed));
         let lists: Vec<_> = lists.collect();
         let mut watches = vec![0; self.servers.len()];
-        for upstream in self.programs.iter().flat_map(|program| &program.active.upstreams) {
+        for upstream in self.programs.iter().flat_map(|program| program.upstreams()) {
             for (count, endpoint) in watches.iter_mut().zip(upstream.endpoints().iter()) {
                 *count += endpoint.watches() as u64;
             }

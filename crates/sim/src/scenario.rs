@@ -27,7 +27,7 @@ pub enum Role {
     Kubelets,
     /// Leaders: a lease each.
     Leaders,
-    /// Clients that list 6 MB again and again, by turns in pages, whole, and whole and slowly.
+    /// Clients that list a large collection again and again, by turns in pages, whole, and whole and slowly.
     Bulk,
     /// Hostile clients: 200 requests at once, twice a second, of which half are cancelled.
     Hostile,
@@ -186,23 +186,4 @@ pub struct Scenario {
     pub time: Duration,
     /// What is promised.
     pub promises: Promises,
-}
-
-impl Scenario {
-    /// Whether seeds of it are run with the program as it ships. The others still need the copy of its executor.
-    pub fn is_run_by_the_shell(&self) -> bool {
-        // `pool-ends` ends the task of a pool, which the program does only when its requests have ended. A run of `bulk`
-        // takes seconds.
-        !matches!(self.name, "bulk" | "pool-ends")
-    }
-
-    /// What is promised of the program as it ships.
-    pub fn shell_promises(&self) -> Promises {
-        match self.name {
-            // Unlike those of the model, readers also make most-recent reads. A list of them waits until the cache has
-            // caught up, for at most 3 s (apiserver, `cacher/watch_cache.go`, `blockTimeout`).
-            "lag" => Promises { slowest_read: Duration::from_millis(3_100), ..self.promises },
-            _ => self.promises,
-        }
-    }
 }

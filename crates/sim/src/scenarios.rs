@@ -219,9 +219,9 @@ pub const ALL: &[Scenario] = &[
     },
     Scenario {
         name: "bulk",
-        about: "clients list 6 MB in pages, whole and slowly, over lines of 1 Gbit/s; no fault",
+        about: "clients list 1.5 MB in pages, whole and slowly, over lines of 1 Gbit/s; no fault",
         sim: |seed| clients(seed).clients(Role::Bulk, 3).latency(MS, MS / 5).rate(125_000_000),
-        time: Duration::from_secs(12),
+        time: Duration::from_secs(5),
         // A list has at most the window of its stream in front of others, 2 ms of such a line.
         promises: Promises {
             slowest_read: Duration::from_millis(30),
@@ -255,7 +255,13 @@ pub const ALL: &[Scenario] = &[
             clients(seed).fault((seed % 3) as usize, FaultKind::Lag(2 * SECOND)).at(start(seed))
         },
         time: Duration::from_secs(10),
-        promises: Promises { silence: Duration::from_millis(3_100), ..READS },
+        // A most-recent list waits until the cache has caught up, for at most 3 s (apiserver, `cacher/watch_cache.go`,
+        // `blockTimeout`).
+        promises: Promises {
+            slowest_read: Duration::from_millis(3_100),
+            silence: Duration::from_millis(3_100),
+            ..READS
+        },
     },
     Scenario {
         name: "random",
@@ -418,7 +424,7 @@ pub const ALL: &[Scenario] = &[
     },
     Scenario {
         name: "pool-ends",
-        about: "the task of the pool ends while requests wait for a stream",
+        about: "a reload replaces the upstream, whose pool ends while requests wait for a stream",
         sim: |seed| {
             Sim::seed(seed)
                 .endpoints(1)
@@ -428,7 +434,7 @@ pub const ALL: &[Scenario] = &[
                 .fault(0, FaultKind::Slow(200 * MS))
                 .at(SECOND)
                 .until(8 * SECOND)
-                .fault(0, FaultKind::StopPools)
+                .fault(0, FaultKind::ReplaceUpstream)
                 .at(start(seed))
         },
         time: Duration::from_secs(9),

@@ -17,6 +17,7 @@ mod floors;
 mod history;
 mod observation;
 mod reads;
+pub mod traffic;
 mod writes;
 
 #[cfg(test)]

@@ -13,7 +13,7 @@ use jackstay_sys::clock;
 /// Time limit of a page, as client-go's informers have it.
 const TIMEOUT: Duration = Duration::from_secs(60);
 /// Pause between two lists.
-const PAUSE: Duration = Duration::from_millis(200);
+const PAUSE: Duration = Duration::from_millis(500);
 /// Objects of a page (client-go, `pager.go`, `defaultPageSize`).
 const PAGE: u32 = 500;
 /// What a slow client reads in [`SLOW_PAUSE`]: 4 MB a second.

@@ -6,6 +6,9 @@ use super::observer::{Observer, Stop};
 use super::transport::{Answer, Client, Failure, Outgoing};
 use crate::checker::{ClientId, Collection, Moment, Observation, Seen};
 
+/// What jackstay answers to a request that has lost its place in the queue of a pool. Only the end of a process may.
+const POOL_ENDED: &[u8] = b"the task of the connection pool has ended";
+
 /// What each client has.
 #[derive(Debug, Clone)]
 pub struct Peer {
@@ -65,6 +68,11 @@ impl Peer {
             let (number, took) = (self.id.number, ended.took());
             format!("client {number}: request {request}: {} {result} {took:?}", outgoing.describe())
         });
+        if let Some(Ok(answer)) = &ended.answer
+            && answer.body.windows(POOL_ENDED.len()).any(|text| text == POOL_ENDED)
+        {
+            self.violation(request, "its wait for a stream was lost");
+        }
         ended
     }
 

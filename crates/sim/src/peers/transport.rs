@@ -41,11 +41,14 @@ pub struct ClientOptions {
     /// Whether a response of 429 or 5xx with a `Retry-After` makes it send the request again, whatever its method, as
     /// client-go does.
     pub retries_after: bool,
+    /// The `Audit-ID` of a request that has none is this name and the number of the request, by which the record of an
+    /// apiserver shows whose request it was. None by default.
+    pub name: Option<String>,
 }
 
 impl Default for ClientOptions {
     fn default() -> Self {
-        Self { token: None, stream_window: STREAM_WINDOW, retries_after: true }
+        Self { token: None, stream_window: STREAM_WINDOW, retries_after: true, name: None }
     }
 }
 
@@ -75,6 +78,8 @@ struct Shared {
     /// A connection was established or has ended.
     changed: Notify,
     requests: Cell<u64>,
+    /// Requests that were sent, those that were sent again included.
+    sent: Cell<u64>,
     dials: Cell<u64>,
 }
 
@@ -167,6 +172,7 @@ impl Client {
             connections: RefCell::default(),
             changed: Notify::new(),
             requests: Cell::new(0),
+            sent: Cell::new(0),
             dials: Cell::new(0),
         }))
     }
@@ -258,6 +264,7 @@ impl Client {
     }
 
     fn request_head(&self, outgoing: &Outgoing) -> Request<()> {
+        self.0.sent.set(self.0.sent.get() + 1);
         let uri = format!("https://{}{}", self.0.authority, outgoing.target);
         let mut head = Request::builder().method(outgoing.method.clone()).uri(uri);
         if let Some(headers) = head.headers_mut() {
@@ -271,6 +278,9 @@ impl Client {
             }
             if let Some(id) = &outgoing.audit_id {
                 headers.insert("audit-id", id.clone());
+            } else if let Some(name) = &self.0.options.name {
+                let id = format!("{name}-{}", self.0.sent.get());
+                headers.insert("audit-id", HeaderValue::try_from(id).expect("letters and digits"));
             }
         }
         head.body(()).expect("the path and the headers are valid")

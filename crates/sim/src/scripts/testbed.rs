@@ -244,8 +244,8 @@ impl Proxy {
         (Ipv4Addr::LOCALHOST, PORT).into()
     }
 
-    fn upstream(&self) -> &Upstream {
-        &self.program.active.upstreams[0]
+    fn upstream(&self) -> Arc<Upstream> {
+        self.program.upstreams().swap_remove(0)
     }
 
     /// What `/status` says of the endpoint of an apiserver.

@@ -18,6 +18,7 @@ pub mod runtime;
 pub mod script;
 pub mod servers;
 pub mod store;
+mod traffic;
 
 pub(crate) mod run;
 

@@ -4,7 +4,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::rc::Rc;
-use std::time::{Duration, UNIX_EPOCH};
+use std::time::{Duration, Instant, UNIX_EPOCH};
 
 use jackstay::config::Config;
 use jackstay::observe::Metrics;
@@ -19,13 +19,14 @@ use super::certificates::Certificates;
 use super::process::Process;
 use super::program::{self, APISERVER_PORT, Configuration, PORT, Program};
 use super::servers::Apiserver;
+use super::traffic::{self, Sources};
 use super::{kernel, runtime, store};
 use crate::checker::{self, ClientId, Collection};
 use crate::faults::{Fault, FaultKind};
 use crate::fleet::{FleetRun, Sampler};
 use crate::invariants::Findings;
 use crate::net::sockets::SocketNetwork;
-use crate::net::{HostId, Link, SocketOptions};
+use crate::net::{HostId, Link, ProcessId, SocketOptions};
 use crate::peers::bulk::BulkMode;
 use crate::peers::hostile::Hostility;
 use crate::peers::reader::ReaderPlan;
@@ -108,6 +109,7 @@ pub(crate) fn run_world<T>(
 
 /// The processes of a run.
 pub(crate) struct World {
+    start: Instant,
     pub(crate) network: SocketNetwork,
     pub(crate) cluster: Cluster,
     pub(crate) servers: Vec<Apiserver>,
@@ -121,6 +123,8 @@ pub(crate) struct World {
 /// jackstay on a host, and its clients.
 pub(crate) struct Node {
     pub(crate) program: Rc<Program>,
+    /// The number of the process of jackstay.
+    number: ProcessId,
     _process: Process,
     _clients: Vec<Process>,
 }
@@ -146,6 +150,7 @@ impl World {
         }
         let (stopper, stop) = peers::stop_signal();
         Ok(Self {
+            start: clock::now(),
             network,
             cluster,
             servers,
@@ -190,11 +195,12 @@ impl World {
         });
         let mut clients = Vec::new();
         for (at, role) in sim.roles().enumerate() {
-            let number = (node * sim.roles().count() + at) as u16;
-            let peer = self.peer((host, number), node)?;
-            clients.push(Process::start(client(peer, role)));
+            let client = (node * sim.roles().count() + at) as u16;
+            let peer = self.peer((host, client), node)?;
+            clients.push(Process::start(run_client(peer, role)));
         }
-        self.nodes.push(Node { program: program?, _process: process, _clients: clients });
+        let program = program?;
+        self.nodes.push(Node { program, number, _process: process, _clients: clients });
         Ok(())
     }
 
@@ -205,7 +211,9 @@ impl World {
         let address = (Ipv4Addr::LOCALHOST, PORT).into();
         let name = ServerName::try_from("localhost").map_err(io::Error::other)?;
         let tls = self.certificates.client()?;
-        let client = Client::new(network, address, tls, name, ClientOptions::default());
+        let options =
+            ClientOptions { name: Some(traffic::client_name(node, number)), ..Default::default() };
+        let client = Client::new(network, address, tls, name, options);
         Ok(Peer {
             id: ClientId { number, group: Some(node as u32) },
             client,
@@ -251,6 +259,11 @@ impl World {
                 let address = SocketNetwork::address_of(host);
                 self.nodes.iter().for_each(|node| node.program.remove_endpoint(address));
             }
+            FaultKind::ReplaceUpstream if begins => {
+                for node in &self.nodes {
+                    node.program.replace_upstream()?;
+                }
+            }
             FaultKind::Loss(loss) => {
                 let loss = if begins { loss } else { 0.0 };
                 self.network.change_links(host, |link| link.loss = loss);
@@ -277,8 +290,18 @@ impl World {
         let mut record = self.observer.take();
         let history = store::history(&self.cluster);
         checker::check(&history, &record.observations, &mut record.findings);
+        let records = self.cluster.audit().records();
         for (number, node) in self.nodes.iter().enumerate() {
             node.check(number, faults, &mut record.findings);
+            let sources = Sources {
+                records: &records,
+                connects: &self.network.connects_of(node.number),
+                metrics: &node.program.metrics.render(),
+                faults,
+                servers: self.servers.len(),
+                start: (self.start, UNIX_EPOCH + START),
+            };
+            sources.traffic(number).check(number, &mut record.findings);
         }
         for number in 0..self.servers.len() {
             if self.has_leftovers(number, faults) {
@@ -305,13 +328,20 @@ impl Node {
     /// Every endpoint without a fault that lasts is ready again a minute after the end of the scenario, and nothing of the
     /// clients is left over.
     fn check(&self, number: usize, faults: &[Fault], findings: &mut Findings) {
-        for upstream in &self.program.active.upstreams {
+        for upstream in &self.program.upstreams() {
             for (server, endpoint) in upstream.endpoints().iter().enumerate() {
                 let lasts = |fault: &Fault| fault.server == server && fault.lasts();
                 let state = endpoint.state();
                 if state != EndpointState::Ready && !faults.iter().any(lasts) {
                     let state = state.as_str();
                     let text = format!("node {number}: endpoint {server} is {state} at the end");
+                    findings.violation(text);
+                }
+                let streams = endpoint.status().streams;
+                if streams > 0 {
+                    let text = format!(
+                        "node {number}: {streams} streams to endpoint {server} are left over"
+                    );
                     findings.violation(text);
                 }
             }
@@ -342,12 +372,17 @@ fn is_left_over(line: &str) -> bool {
 }
 
 /// What a client does until it is stopped.
-async fn client(peer: Peer, role: Role) {
+async fn run_client(peer: Peer, role: Role) {
     let number = peer.id.number;
     match role {
         Role::Readers => {
             let plan = ReaderPlan {
-                collection: Collection::PODS,
+                // Writers change config maps, and pods stay as they are.
+                collection: if number.is_multiple_of(2) {
+                    Collection::CONFIG_MAPS
+                } else {
+                    Collection::PODS
+                },
                 objects: store::PODS,
                 interval: Duration::from_millis(100),
             };

@@ -16,7 +16,7 @@ pub const PODS: u32 = 20;
 /// Config maps in the store that every client may write.
 pub const CONFIG_MAPS: u32 = 20;
 /// Secrets that bulk readers list.
-pub const SECRETS: u32 = 4_300;
+const SECRETS: u32 = 1_000;
 /// Bytes of a secret in base64, which with its metadata has 1.5 KB.
 const SECRET_PAYLOAD: usize = 1_200;
 /// The first token of the secrets, which are below those of the other objects.

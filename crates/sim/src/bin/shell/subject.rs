@@ -28,9 +28,8 @@ pub struct Report {
 impl Subject {
     /// All that the program as it ships runs.
     pub fn all() -> Vec<Self> {
-        let scenarios = scenarios::ALL.iter().filter(|scenario| scenario.is_run_by_the_shell());
-        let scripts = scripts::ALL.iter().map(Self::Script);
-        scenarios.map(Self::Scenario).chain(scripts).collect()
+        let scenarios = scenarios::ALL.iter().map(Self::Scenario);
+        scenarios.chain(scripts::ALL.iter().map(Self::Script)).collect()
     }
 
     pub fn by_name(name: &str) -> Option<Self> {
@@ -57,7 +56,7 @@ impl Subject {
         let (run, findings, broken) = match self {
             Self::Scenario(scenario) => {
                 let run = shell::run(&(scenario.sim)(seed), scenario.time, trace)?;
-                let broken = scenario.shell_promises().broken_by(&run.findings);
+                let broken = scenario.promises.broken_by(&run.findings);
                 let findings = run.findings.to_string();
                 (run, findings, broken)
             }

@@ -23,6 +23,7 @@ use jackstay_sys::clock::now;
 use jackstay_sys::sockets::virtual_network::{Connecting, VirtualListener, VirtualNetwork};
 
 use self::listener::Listener;
+pub use self::state::Connect;
 use self::state::State;
 use self::stream::Stream;
 use super::log::Log;
@@ -148,6 +149,13 @@ impl SocketNetwork {
     /// The SYNs that have arrived at a server.
     pub fn connects(&self, host: HostId) -> u64 {
         self.lock().net.connects.get(usize::from(host)).copied().unwrap_or(0)
+    }
+
+    /// The connects of a process, in the order in which they began.
+    pub fn connects_of(&self, process: ProcessId) -> Vec<Connect> {
+        let state = self.lock();
+        let connects = state.connects.iter().filter(|connect| connect.process == process);
+        connects.copied().collect()
     }
 
     /// A number that differs if the connects, closes, retransmissions or their times, the number of packets or that of

@@ -44,6 +44,7 @@ impl State {
             return Some(Err(kind.into()));
         }
         set_waker(&mut end.socket.writer, waker);
+        self.connects[id as usize].established = self.net.connections[id].established;
         self.net.connections[id].established.then_some(Ok(()))
     }
 

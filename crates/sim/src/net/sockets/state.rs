@@ -53,6 +53,21 @@ pub(super) struct State {
     next_ports: Vec<u16>,
     /// The addresses of the client and of the server of each connection.
     addresses: Vec<[SocketAddr; 2]>,
+    /// The connects so far: that of each connection.
+    pub(super) connects: Vec<Connect>,
+}
+
+/// A connect of a process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Connect {
+    /// The process.
+    pub process: ProcessId,
+    /// Where it connects to.
+    pub to: SocketAddr,
+    /// When it began.
+    pub at: Instant,
+    /// Whether the process has learned that the connection is established.
+    pub established: bool,
 }
 
 impl State {
@@ -67,6 +82,7 @@ impl State {
             listeners_so_far: 0,
             next_ports: vec![*EPHEMERAL_PORTS.start(); hosts],
             addresses: Vec::new(),
+            connects: Vec::new(),
         }
     }
 
@@ -234,6 +250,7 @@ impl State {
         let peer = (server.unwrap_or(host), NO_PROCESS);
         let id = self.net.add_connection(&mut self.clock, process, peer, options.thin);
         self.addresses.push([SocketAddr::new(own, port), to]);
+        self.connects.push(Connect { process, to, at: self.clock.now, established: false });
         let connection = &mut self.net.connections[id];
         connection.dropped = [server.is_none(); 2];
         let socket = &mut connection.end(Side::Client).socket;

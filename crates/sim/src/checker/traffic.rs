@@ -1,0 +1,194 @@
+//! Rules of what jackstay sends, by what apiservers receive, by the connects of its process and by its metrics.
+//!
+//! | rule | what it says |
+//! |---|---|
+//! | counted | a request that arrives more than once has been retried or hedged, and the metrics count that |
+//! | hedges | hedges are at most a tenth of the requests, after a first burst |
+//! | other endpoint | a hedge is not sent to the apiserver whose requests hang, while another one works |
+//! | connects | the pauses between failed connects to an apiserver grow |
+//! | jitter | watches that were lost together continue at different times |
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use crate::invariants::Findings;
+
+/// Hedges that may be sent before more are earned (`RetryBudget::hedges`).
+const HEDGE_BURST: u64 = 128;
+/// Requests of clients that earn a hedge.
+const REQUESTS_PER_HEDGE: u64 = 10;
+/// Hedges of a request that are under way at once.
+const HEDGES_OF_A_REQUEST: u64 = 2;
+/// Connects to an apiserver that may fail in a row whatever the pauses between them are: those that were in progress when
+/// the first one failed, and those after the first, short pauses.
+const FAILED_CONNECTS: u32 = 12;
+/// The shortest pause between two more of them: half of the longest pause while no endpoint is usable.
+const CONNECT_PAUSE: Duration = Duration::from_millis(400);
+/// Watches that continue with less than [`SAME_MOMENT`] between the first and the last of them have no jitter. The
+/// jitter of the first attempt is at most 50 ms, so so many do it by accident once in a million times.
+const WATCHES_AT_ONCE: usize = 6;
+const SAME_MOMENT: Duration = Duration::from_millis(2);
+/// Watches that continue with longer pauses between them were not lost together.
+const LOST_TOGETHER: Duration = Duration::from_millis(200);
+
+/// A request as an apiserver has received it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Arrival {
+    /// When, since the start of the run.
+    pub at: Duration,
+    /// The apiserver.
+    pub server: usize,
+    /// The request of the client; a request that the client sends again is another one.
+    pub id: String,
+    /// Whether it is a watch.
+    pub is_watch: bool,
+    /// Whether it changes nothing.
+    pub is_read: bool,
+}
+
+/// A connect of jackstay's process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Connect {
+    /// When it began, since the start of the run.
+    pub at: Duration,
+    /// The apiserver.
+    pub server: usize,
+    /// Whether the TCP connection was established.
+    pub established: bool,
+}
+
+/// A time in which the requests of one apiserver hang and the others work.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Hang {
+    /// The apiserver.
+    pub server: usize,
+    /// When jackstay knows of it.
+    pub from: Duration,
+    /// When it ends.
+    pub until: Duration,
+}
+
+/// What a node has sent, and what its jackstay has counted.
+#[derive(Debug, Clone, Default)]
+pub struct Traffic {
+    /// The requests of its clients that apiservers have received, in the order of their times.
+    pub arrivals: Vec<Arrival>,
+    /// Its connects, in the order of their times.
+    pub connects: Vec<Connect>,
+    /// Requests that its clients have sent.
+    pub requests: u64,
+    /// Requests that were retried.
+    pub retries: u64,
+    /// Requests whose hedge was sent.
+    pub hedges: u64,
+    /// Apiservers to which no hedge is sent.
+    pub hangs: Vec<Hang>,
+}
+
+impl Traffic {
+    /// Checks all rules.
+    pub fn check(&self, node: usize, findings: &mut Findings) {
+        let broken = [
+            self.uncounted(),
+            self.too_many_hedges(),
+            self.hedge_to_the_same(),
+            self.connects_without_pauses(),
+            self.watches_without_jitter(),
+        ];
+        for text in broken.into_iter().flatten() {
+            findings.violation(format!("node {node}: {text}"));
+        }
+    }
+
+    /// The arrivals of each request that is no watch, in the order of their times.
+    fn requests(&self) -> BTreeMap<&str, Vec<&Arrival>> {
+        let mut requests: BTreeMap<&str, Vec<&Arrival>> = BTreeMap::new();
+        for arrival in self.arrivals.iter().filter(|arrival| !arrival.is_watch) {
+            requests.entry(&arrival.id).or_default().push(arrival);
+        }
+        requests
+    }
+
+    /// Arrivals of reads after the first one.
+    fn repeated(&self) -> u64 {
+        let requests = self.requests();
+        requests.values().map(|arrivals| arrivals.len() as u64 - 1).sum()
+    }
+
+    fn uncounted(&self) -> Option<String> {
+        let (repeated, counted) =
+            (self.repeated(), self.retries + HEDGES_OF_A_REQUEST * self.hedges);
+        (repeated > counted).then(|| {
+            format!(
+                "requests arrived {repeated} times again, and {} retries and {} hedges were counted",
+                self.retries, self.hedges
+            )
+        })
+    }
+
+    fn too_many_hedges(&self) -> Option<String> {
+        let hedges = self.hedges.max(self.repeated().saturating_sub(self.retries));
+        let limit = HEDGE_BURST + self.requests / REQUESTS_PER_HEDGE + 1;
+        let requests = self.requests;
+        (hedges > limit)
+            .then(|| format!("{hedges} hedges of {requests} requests, at most {limit} allowed"))
+    }
+
+    fn hedge_to_the_same(&self) -> Option<String> {
+        let requests = self.requests();
+        let mut pairs = requests.iter().flat_map(|(id, arrivals)| {
+            arrivals.iter().zip(arrivals.iter().skip(1)).map(move |pair| (id, pair))
+        });
+        let (id, (_, again)) = pairs.find(|(_, (first, again))| {
+            let is_in = |hang: &Hang| {
+                hang.server == first.server && (hang.from..hang.until).contains(&first.at)
+            };
+            again.is_read && first.server == again.server && self.hangs.iter().any(is_in)
+        })?;
+        let (server, at) = (again.server, again.at);
+        Some(format!("request {id} was hedged to apiserver {server}, which hangs, at {at:.3?}"))
+    }
+
+    fn connects_without_pauses(&self) -> Option<String> {
+        let servers: BTreeSet<_> = self.connects.iter().map(|connect| connect.server).collect();
+        servers.into_iter().find_map(|server| {
+            let (mut first, mut count) = (Duration::ZERO, 0);
+            for connect in self.connects.iter().filter(|connect| connect.server == server) {
+                if connect.established {
+                    count = 0;
+                    continue;
+                }
+                if count == 0 {
+                    first = connect.at;
+                }
+                count += 1;
+                let since = connect.at - first;
+                let pauses = since.as_nanos() / CONNECT_PAUSE.as_nanos();
+                if count > FAILED_CONNECTS + u32::try_from(pauses).unwrap_or(u32::MAX) {
+                    return Some(format!(
+                        "{count} connects to apiserver {server} failed within {since:.1?}"
+                    ));
+                }
+            }
+            None
+        })
+    }
+
+    fn watches_without_jitter(&self) -> Option<String> {
+        let mut known = BTreeSet::new();
+        let watches = self.arrivals.iter().filter(|arrival| arrival.is_watch);
+        let again: Vec<_> = watches
+            .filter_map(|arrival| (!known.insert(&arrival.id)).then_some(arrival.at))
+            .collect();
+        let groups = again.chunk_by(|before, after| *after - *before < LOST_TOGETHER);
+        groups.into_iter().find_map(|group| {
+            let spread = *group.last()? - *group.first()?;
+            let count = group.len();
+            (count >= WATCHES_AT_ONCE && spread < SAME_MOMENT)
+                .then(|| format!("{count} watches continue within {spread:.1?}, without jitter"))
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests;

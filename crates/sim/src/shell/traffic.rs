@@ -1,0 +1,111 @@
+//! What the jackstay of a node has sent, as apiservers, the network and its metrics show it.
+
+use std::time::{Duration, Instant, SystemTime};
+
+use jackstay_apiserver::audit::Record;
+
+use super::program::APISERVER_PORT;
+use crate::checker::traffic::{Arrival, Connect, Hang, Traffic};
+use crate::faults::{Fault, FaultKind};
+use crate::net::sockets::{self, SocketNetwork};
+
+/// The name of the client in the `Audit-ID` of its requests.
+pub fn client_name(node: usize, client: u16) -> String {
+    format!("n{node}c{client}")
+}
+
+/// What is known of the traffic of a node.
+#[derive(Debug)]
+pub struct Sources<'a> {
+    /// The requests that the apiservers have received.
+    pub records: &'a [Record],
+    /// The connects of jackstay's process.
+    pub connects: &'a [sockets::Connect],
+    /// The metrics of jackstay.
+    pub metrics: &'a str,
+    /// The faults of the run.
+    pub faults: &'a [Fault],
+    /// The number of apiservers.
+    pub servers: usize,
+    /// The start of the run.
+    pub start: (Instant, SystemTime),
+}
+
+impl Sources<'_> {
+    /// The traffic of a node.
+    pub fn traffic(&self, node: usize) -> Traffic {
+        let name = format!("n{node}c");
+        let of_node =
+            |record: &&Record| record.audit_id.as_ref().is_some_and(|id| id.starts_with(&name));
+        Traffic {
+            arrivals: self
+                .records
+                .iter()
+                .filter(of_node)
+                .filter_map(|one| self.arrival(one))
+                .collect(),
+            connects: self.connects.iter().filter_map(|connect| self.connect(connect)).collect(),
+            requests: sum(self.metrics, "jackstay_requests_total", &[]),
+            retries: sum(self.metrics, "jackstay_retries_total", &[]),
+            hedges: sum(self.metrics, "jackstay_hedges_total", &["original", "hedge", "failed"]),
+            hangs: self.hangs(),
+        }
+    }
+
+    fn arrival(&self, record: &Record) -> Option<Arrival> {
+        Some(Arrival {
+            at: record.time.duration_since(self.start.1).ok()?,
+            server: record.server.rsplit('-').next()?.parse().ok()?,
+            id: record.audit_id.clone()?,
+            is_watch: record.verb == "watch",
+            is_read: matches!(record.verb, "get" | "list"),
+        })
+    }
+
+    fn connect(&self, connect: &sockets::Connect) -> Option<Connect> {
+        let mut servers = 0..self.servers;
+        let server = servers.find(|&server| {
+            SocketNetwork::address_of(server as u16) == connect.to.ip()
+                && connect.to.port() == APISERVER_PORT
+        })?;
+        let at = connect.at.saturating_duration_since(self.start.0);
+        Some(Connect { at, server, established: connect.established })
+    }
+
+    /// The times in which requests of one apiserver hang, if nothing else goes wrong.
+    fn hangs(&self) -> Vec<Hang> {
+        match self.faults {
+            [Fault { kind: FaultKind::Hang, server, at, until }] => {
+                vec![Hang { server: *server, from: *at, until: until.unwrap_or(Duration::MAX) }]
+            }
+            _ => Vec::new(),
+        }
+    }
+}
+
+/// The sum of the series of a counter; with `values`, of those that have one of these values of a label.
+fn sum(metrics: &str, name: &str, values: &[&str]) -> u64 {
+    let series = metrics.lines().filter_map(|line| line.strip_prefix(name)?.rsplit_once(' '));
+    let has_value = |labels: &str| {
+        values.is_empty() || values.iter().any(|value| labels.contains(&format!("=\"{value}\"")))
+    };
+    let series = series
+        .filter(|(labels, _)| (labels.is_empty() || labels.starts_with('{')) && has_value(labels));
+    series.filter_map(|(_, value)| value.parse::<u64>().ok()).sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::sum;
+
+    #[test]
+    fn sum_adds_the_series_of_one_counter() {
+        let metrics = "# TYPE a_total counter\n\
+                       a_total{outcome=\"x\"} 2\n\
+                       a_total{outcome=\"y\"} 3\n\
+                       a_total_of_others 5\n";
+        assert_eq!(sum(metrics, "a_total", &[]), 5);
+        assert_eq!(sum(metrics, "a_total", &["y"]), 3);
+        assert_eq!(sum(metrics, "a_total", &["z"]), 0);
+    }
+}

@@ -67,11 +67,6 @@ impl Apiserver {
         })
     }
 
-    /// The server.
-    pub fn server(&self) -> &ApiServer {
-        &self.server
-    }
-
     /// Its number as a process of the network.
     pub fn number(&self) -> ProcessId {
         self.number

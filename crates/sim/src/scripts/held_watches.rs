@@ -26,11 +26,11 @@ pub async fn resume(testbed: Rc<Testbed>) {
     let client = testbed.client(&proxy);
     let path = testbed.watch_path();
     let watches = all((0..WATCHES).map(|_| Watch::start(&client, &path))).await;
-    testbed.begin_all(FaultKind::Kill);
+    testbed.begin_all(FaultKind::Blackhole);
     proxy.until_held(WATCHES).await;
     let missed = testbed.create("missed");
     let back = testbed.choose(testbed.servers());
-    testbed.end(back, FaultKind::Kill);
+    testbed.end(back, FaultKind::Blackhole);
     let returned = clock::now();
     for watch in &watches {
         watch.expect_versions(&[missed]).await;
@@ -43,7 +43,7 @@ pub async fn resume(testbed: Rc<Testbed>) {
     // reserve. A handshake that takes long is raced by a second one, of which one is closed.
     let server = testbed.server(back);
     until("few connections are open", || server.counters().open.load(Relaxed) <= 6).await;
-    testbed.end(1 - back, FaultKind::Kill);
+    testbed.end(1 - back, FaultKind::Blackhole);
 }
 
 /// A held watch ends cleanly at its `timeoutSeconds`, and a new one gets 429 then.

@@ -396,12 +396,12 @@ pub const ALL: &[Scenario] = &[
             let at = start(seed);
             let sim = Sim::seed(seed).clients(Role::Readers, 60);
             let slow = |sim: Sim, server| {
-                sim.fault(server, FaultKind::Slow(300 * MS)).at(at).until(at + 2 * SECOND)
+                sim.fault(server, FaultKind::Slow(500 * MS)).at(at).until(at + 2 * SECOND)
             };
             let sim = (0..3).fold(sim, slow);
             sim.blackhole(0).at(at + SECOND).blackhole(1).at(at + SECOND)
         },
-        time: Duration::from_secs(9),
+        time: Duration::from_secs(7),
         promises: Promises { slowest_read: Duration::from_secs(4), ..READS },
     },
     Scenario {
@@ -412,6 +412,7 @@ pub const ALL: &[Scenario] = &[
             Sim::seed(seed)
                 .clients(Role::Readers, 12)
                 .clients(Role::Writers, 2)
+                .clients(Role::Bulk, 4)
                 .fault(server, FaultKind::Loss(0.3))
                 .at(at)
                 .until(at + SECOND)
@@ -420,7 +421,12 @@ pub const ALL: &[Scenario] = &[
         },
         time: Duration::from_secs(7),
         // A response whose body has begun is not asked for again.
-        promises: Promises { failed_reads: 12, slowest_read: Duration::from_secs(3), ..READS },
+        promises: Promises {
+            failed_reads: 12,
+            slowest_read: Duration::from_secs(3),
+            failed_lists: 4,
+            ..READS
+        },
     },
     Scenario {
         name: "pool-ends",
@@ -440,9 +446,60 @@ pub const ALL: &[Scenario] = &[
         time: Duration::from_secs(9),
         promises: Promises {
             failed_reads: u64::MAX,
-            slowest_read: Duration::from_millis(1_500),
+            // Clients send the request again after a Retry-After.
+            slowest_read: Duration::from_secs(9),
             ..READS
         },
+    },
+    Scenario {
+        name: "many-watches",
+        about: "sixteen watches and one of two apiservers, which is killed, and later both",
+        sim: |seed| {
+            let (server, at) = ((seed % 2) as usize, start(seed));
+            let kill = FaultKind::Kill;
+            Sim::seed(seed)
+                .endpoints(2)
+                .clients(Role::Informers, 16)
+                .clients(Role::Writers, 2)
+                .fault(server, kill)
+                .at(at)
+                .until(at + 2 * SECOND)
+                .fault(server, kill)
+                .at(at + 7 * SECOND)
+                .until(at + 12 * SECOND)
+                .fault(1 - server, kill)
+                .at(at + 7 * SECOND)
+                .until(at + 12 * SECOND)
+        },
+        time: Duration::from_secs(25),
+        promises: Promises {
+            failed_reads: u64::MAX,
+            failed_writes: u64::MAX,
+            silence: Duration::from_secs(14),
+            // The watch caches have no history after the start.
+            relists: 32,
+            ..READS
+        },
+    },
+    Scenario {
+        name: "reset-after-restart",
+        about: "an apiserver is killed and returns; later its connections are reset and the other one is killed",
+        sim: |seed| {
+            let (server, at) = ((seed % 2) as usize, start(seed));
+            Sim::seed(seed)
+                .endpoints(2)
+                .clients(Role::Readers, 6)
+                .fault(server, FaultKind::Kill)
+                .at(at)
+                .until(at + 4 * SECOND)
+                .fault(1 - server, FaultKind::Kill)
+                .at(at + 12 * SECOND)
+                .fault(server, FaultKind::ForgetFlows { dropped: [false; 2] })
+                .at(at + 12 * SECOND)
+        },
+        time: Duration::from_secs(20),
+        // The first connect after the reset does not wait: the ones before have succeeded.
+        promises: Promises { failed_reads: 1, slowest_read: Duration::from_millis(300), ..READS },
     },
 ];
 

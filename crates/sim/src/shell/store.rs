@@ -1,7 +1,7 @@
 //! The store of a run: what it has at the beginning, and what it has committed in the end.
 
 use std::io;
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use jackstay_apiserver::WallClock;
 use jackstay_apiserver::cluster::{ChangeType, Cluster, Commit};
@@ -15,6 +15,8 @@ use crate::peers::objects;
 pub const PODS: u32 = 20;
 /// Config maps in the store that every client may write.
 pub const CONFIG_MAPS: u32 = 20;
+/// The time between two bookmarks of a watch. kube-apiserver sends one a minute; a run takes a few seconds.
+const BOOKMARKS: Duration = Duration::from_secs(5);
 /// Secrets that bulk readers list.
 const SECRETS: u32 = 1_000;
 /// Bytes of a secret in base64, which with its metadata has 1.5 KB.
@@ -29,6 +31,7 @@ const SECRET_TOKENS: u64 = u64::MAX - (1 << 20);
 pub fn filled(date: SystemTime) -> io::Result<Cluster> {
     let cluster = Cluster::with_clock(WallClock::starting_at(date));
     cluster.record_commits(usize::MAX);
+    cluster.set_bookmark_interval(BOOKMARKS);
     let kinds: [(&'static Kind, Collection, u32); 2] = [
         (&kinds::PODS, Collection::PODS, PODS),
         (&kinds::CONFIG_MAPS, Collection::CONFIG_MAPS, CONFIG_MAPS),

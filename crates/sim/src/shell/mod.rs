@@ -3,6 +3,7 @@
 //!
 //! * [`kernel`]: random numbers and clocks of the process.
 //! * [`runtime`]: tokio's clock, which goes on with the network.
+//! * [`panics`]: panics of tasks, which tokio catches.
 //! * [`process`]: what SIGSTOP and SIGKILL act on.
 //! * [`program`], [`servers`], [`crate::peers`]: jackstay, the apiservers, and the clients.
 //! * [`certificates`], [`store`]: what they prove to each other, and what they read and write.
@@ -12,6 +13,7 @@
 
 pub mod certificates;
 pub mod kernel;
+pub mod panics;
 pub mod process;
 pub mod program;
 pub mod runtime;

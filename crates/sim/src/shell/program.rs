@@ -107,6 +107,12 @@ impl Program {
         self.held.drain.send_replace(true);
     }
 
+    /// Its metrics as a scrape shows them.
+    pub fn scrape(&self) -> String {
+        self.metrics.show_memory(&self.parts.memory);
+        self.metrics.render()
+    }
+
     /// The upstreams of the configuration in use.
     pub fn upstreams(&self) -> Vec<Arc<Upstream>> {
         self.current.borrow().active.upstreams.clone()

@@ -20,7 +20,7 @@ use super::process::Process;
 use super::program::{self, APISERVER_PORT, Configuration, PORT, Program};
 use super::servers::Apiserver;
 use super::traffic::{self, Sources};
-use super::{kernel, runtime, store};
+use super::{kernel, panics, runtime, store};
 use crate::checker::{self, ClientId, Collection};
 use crate::faults::{Fault, FaultKind};
 use crate::fleet::{FleetRun, Sampler};
@@ -89,6 +89,7 @@ pub(crate) fn run_world<T>(
     traces: bool,
     main: impl AsyncFnOnce(World) -> io::Result<T>,
 ) -> io::Result<T> {
+    panics::record();
     kernel::begin_run(sim.seed, STARTED);
     // The clock of the metrics is compared with that of the processor, which takes some time on both.
     drop(Metrics::new());
@@ -310,6 +311,7 @@ impl World {
                 record.findings.violation(text);
             }
         }
+        panics::take().into_iter().for_each(|panic| record.findings.violation(panic));
         let mut hasher = DefaultHasher::new();
         self.network.hash().hash(&mut hasher);
         record.observations.hash(&mut hasher);
@@ -348,7 +350,7 @@ impl Node {
                 }
             }
         }
-        let metrics = self.program.metrics.render();
+        let metrics = self.program.scrape();
         for line in metrics.lines().filter(|line| is_left_over(line)) {
             findings.violation(format!("node {number}: {line} is left over"));
         }

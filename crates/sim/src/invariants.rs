@@ -125,6 +125,8 @@ pub struct Promises {
     pub relists: u64,
     /// Upper bound of [`Findings::watches_broken`].
     pub watches_broken: u64,
+    /// Upper bound of [`Findings::watches_ended`].
+    pub watches_ended: u64,
     /// Upper bound of [`Findings::longest_lease`].
     pub lease: Duration,
 }
@@ -141,6 +143,7 @@ impl Default for Promises {
             silence: Duration::MAX,
             relists: u64::MAX,
             watches_broken: u64::MAX,
+            watches_ended: u64::MAX,
             lease: Duration::MAX,
         }
     }
@@ -160,6 +163,7 @@ impl Promises {
         number("failed writes", found.failed_writes, self.failed_writes);
         number("lists after the first", found.relists, self.relists);
         number("broken watches", found.watches_broken, self.watches_broken);
+        number("watches that ended", found.watches_ended, self.watches_ended);
         let mut time = |name: &str, found: Duration, limit: Duration| {
             if found > limit {
                 broken.push(format!("{name} {found:.3?}, at most {limit:?} promised"));

@@ -29,6 +29,10 @@ pub enum Role {
     Leaders,
     /// Clients that list a large collection again and again, by turns in pages, whole, and whole and slowly.
     Bulk,
+    /// Informers of config maps whose watches end after three to six seconds.
+    ShortWatches,
+    /// Clients that write an object of 280 to 600 KB again and again, and abandon every third upload.
+    Uploaders,
     /// Hostile clients: 200 requests at once, twice a second, of which half are cancelled.
     Hostile,
 }

@@ -38,6 +38,7 @@ const READS: Promises = Promises {
     silence: SILENCE,
     relists: 0,
     watches_broken: 0,
+    watches_ended: u64::MAX,
     lease: Duration::from_secs(20),
 };
 
@@ -81,7 +82,12 @@ pub const ALL: &[Scenario] = &[
             clients(seed).fault((seed % 3) as usize, FaultKind::Kill).at(at).until(at + 3 * SECOND)
         },
         time: Duration::from_secs(10),
-        promises: Promises { slowest_read: Duration::from_millis(300), silence: SECOND, ..READS },
+        promises: Promises {
+            slowest_read: Duration::from_millis(300),
+            silence: SECOND,
+            watches_ended: 0,
+            ..READS
+        },
     },
     Scenario {
         name: "stop",
@@ -282,6 +288,7 @@ pub const ALL: &[Scenario] = &[
             silence: Duration::from_secs(25),
             relists: 40,
             watches_broken: 0,
+            watches_ended: u64::MAX,
             lease: Duration::from_secs(40),
         },
     },
@@ -500,6 +507,105 @@ pub const ALL: &[Scenario] = &[
         time: Duration::from_secs(20),
         // The first connect after the reset does not wait: the ones before have succeeded.
         promises: Promises { failed_reads: 1, slowest_read: Duration::from_millis(300), ..READS },
+    },
+    Scenario {
+        name: "uploads",
+        about: "large objects are written and watched, and each third upload is abandoned; no fault",
+        sim: |seed| {
+            Sim::seed(seed)
+                .clients(Role::Uploaders, 2)
+                .clients(Role::Informers, 2)
+                .clients(Role::Writers, 1)
+                .clients(Role::Readers, 1)
+        },
+        time: Duration::from_secs(5),
+        promises: Promises {
+            slowest_read: Duration::from_millis(100),
+            failed_writes: 0,
+            slowest_write: Duration::from_millis(200),
+            silence: Duration::from_millis(100),
+            ..READS
+        },
+    },
+    Scenario {
+        name: "short-watches",
+        about: "watches that last a few seconds, and every apiserver is killed for 10 s",
+        sim: |seed| {
+            let at = start(seed);
+            let sim = Sim::seed(seed)
+                .clients(Role::ShortWatches, 4)
+                .clients(Role::Writers, 2)
+                .clients(Role::Readers, 1);
+            (0..3).fold(sim, |sim, server| {
+                sim.fault(server, FaultKind::Kill).at(at).until(at + 10 * SECOND)
+            })
+        },
+        time: Duration::from_secs(22),
+        promises: Promises {
+            failed_reads: u64::MAX,
+            slowest_read: Duration::from_millis(1_500),
+            failed_writes: u64::MAX,
+            silence: Duration::from_secs(25),
+            relists: 16,
+            ..READS
+        },
+    },
+    Scenario {
+        name: "removed-and-lost",
+        about: "an apiserver is removed from the set, and five seconds later its packets are dropped",
+        sim: |seed| {
+            let (server, at) = ((seed % 3) as usize, start(seed));
+            let sim = clients(seed).fault(server, FaultKind::Remove).at(at);
+            sim.blackhole(server).at(at + 5 * SECOND)
+        },
+        time: Duration::from_secs(12),
+        // By then, everything has moved to the other ones.
+        promises: Promises {
+            slowest_read: Duration::from_millis(100),
+            failed_writes: 0,
+            slowest_write: Duration::from_millis(100),
+            silence: Duration::from_millis(300),
+            watches_ended: 0,
+            // kubelet renews it every 10 s plus up to 4 %.
+            lease: Duration::from_millis(10_450),
+            ..READS
+        },
+    },
+    Scenario {
+        name: "unready-and-lost",
+        about: "/readyz of an apiserver fails, and 13 s later its packets are dropped",
+        sim: |seed| {
+            let (server, at) = ((seed % 3) as usize, start(seed));
+            let sim = clients(seed).fault(server, FaultKind::Unready).at(at);
+            // It is asked every 10 s, and its watches have moved to the other ones some time after the second failure.
+            sim.blackhole(server).at(at + 13 * SECOND)
+        },
+        time: Duration::from_secs(20),
+        promises: Promises {
+            slowest_read: Duration::from_millis(200),
+            failed_writes: 0,
+            slowest_write: Duration::from_millis(100),
+            silence: Duration::from_millis(300),
+            lease: Duration::from_millis(10_450),
+            ..READS
+        },
+    },
+    Scenario {
+        name: "moved-and-lagging",
+        about: "the watches of an apiserver continue on others, and then its watch cache lags",
+        sim: |seed| {
+            let (server, at) = ((seed % 3) as usize, start(seed));
+            // The process stays the same: what it has shown counts.
+            let sim = clients(seed).blackhole(server).at(at).until(at + 3 * SECOND);
+            sim.fault(server, FaultKind::Lag(SECOND)).at(at + 7 * SECOND)
+        },
+        time: Duration::from_secs(15),
+        promises: Promises {
+            slowest_read: Duration::from_millis(3_100),
+            silence: Duration::from_millis(3_100),
+            relists: 4,
+            ..READS
+        },
     },
 ];
 

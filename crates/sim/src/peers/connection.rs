@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use h2::client::{ResponseFuture, SendRequest};
-use h2::{Ping, PingPong, Reason};
+use h2::{Ping, PingPong, Reason, SendStream};
 use http::Request;
 use jackstay_sys::clock;
 use jackstay_sys::sockets::virtual_network::{VirtualNetwork, VirtualStream};
@@ -252,15 +252,33 @@ impl Connection {
 impl StreamPermit {
     /// Sends a request and its body.
     pub async fn send(&self, request: Request<()>, body: Bytes) -> Result<ResponseFuture, NoHead> {
+        Ok(self.begin(request, body, true).await?.0)
+    }
+
+    /// Sends a request and the beginning of its body. Dropping what is returned resets the stream.
+    pub async fn send_unfinished(
+        &self,
+        request: Request<()>,
+        body: Bytes,
+    ) -> Result<(ResponseFuture, SendStream<Bytes>), NoHead> {
+        self.begin(request, body, false).await
+    }
+
+    async fn begin(
+        &self,
+        request: Request<()>,
+        body: Bytes,
+        is_whole: bool,
+    ) -> Result<(ResponseFuture, SendStream<Bytes>), NoHead> {
         let sender = self.0.sender.borrow().clone().ok_or(NoHead::Unprocessed)?;
         // A connection that has become unusable before the request was sent.
         let mut sender = sender.ready().await.map_err(|_| NoHead::Unprocessed)?;
-        let sent = sender.send_request(request, body.is_empty());
+        let sent = sender.send_request(request, is_whole && body.is_empty());
         let (response, mut stream) = sent.map_err(|error| self.no_head(&error))?;
         if !body.is_empty() {
-            stream.send_data(body, true).map_err(|error| self.no_head(&error))?;
+            stream.send_data(body, is_whole).map_err(|error| self.no_head(&error))?;
         }
-        Ok(response)
+        Ok((response, stream))
     }
 
     /// What an error means for a request without a response head (`x/net/http2`, `canRetryError`).

@@ -28,6 +28,10 @@ const LIST_TIMEOUT: Duration = Duration::from_secs(60);
 /// Objects of a page (`tools/pager`, `defaultPageSize`).
 const PAGE: usize = 500;
 const MIN_WATCH_SECONDS: f64 = 300.0;
+/// The same for informers with short watches.
+const SHORT_WATCH_SECONDS: f64 = 3.0;
+/// A watch ends so much after its `timeoutSeconds` at the latest, unless its path is lost unnoticed then.
+const MAX_OVERTIME: Duration = Duration::from_secs(1);
 /// A watch that ends earlier without an event counts as failed.
 const SHORT_WATCH: Duration = Duration::from_secs(1);
 
@@ -53,6 +57,8 @@ struct Informer {
     has_listed: bool,
     /// The server cannot answer a list of [`Self::version`].
     is_version_unavailable: bool,
+    /// Its watches end after this time, to which as much is added at random.
+    min_watch_seconds: f64,
     backoff: Backoff,
 }
 
@@ -77,6 +83,15 @@ impl Backoff {
 
 /// Follows a collection until the client is stopped.
 pub async fn run(peer: Peer, collection: Collection) {
+    follow(peer, collection, MIN_WATCH_SECONDS).await;
+}
+
+/// [`run`] with watches that end after a few seconds.
+pub async fn run_short_watches(peer: Peer, collection: Collection) {
+    follow(peer, collection, SHORT_WATCH_SECONDS).await;
+}
+
+async fn follow(peer: Peer, collection: Collection, min_watch_seconds: f64) {
     let backoff = Backoff { pause: FIRST_PAUSE, last: None };
     let mut informer = Informer {
         peer,
@@ -84,6 +99,7 @@ pub async fn run(peer: Peer, collection: Collection) {
         version: 0,
         has_listed: false,
         is_version_unavailable: false,
+        min_watch_seconds,
         backoff,
     };
     if informer.peer.pause_part(Duration::from_millis(500)).await {
@@ -175,12 +191,12 @@ impl Informer {
     }
 
     async fn watch(&mut self) -> Next {
-        let seconds = MIN_WATCH_SECONDS * (1.0 + fastrand::f64());
+        let seconds = (self.min_watch_seconds * (1.0 + fastrand::f64())) as u32;
         let target = format!(
             "{}?allowWatchBookmarks=true&resourceVersion={}&timeoutSeconds={}&watch=true",
             self.collection.path(),
             self.version,
-            seconds as u32
+            seconds
         );
         let request = self.peer.client.next_request();
         let outgoing = Outgoing::get(target);
@@ -204,10 +220,16 @@ impl Informer {
                 return if failure == Failure::Refused { Next::WatchLater } else { Next::List };
             }
         };
+        // A watch that begins in an outage is held, and its time counts from the end of that.
+        let head_at = clock::now();
         self.peer.saw_now(self.collection, request, Seen::WatchStarted(self.version));
         let mut follower = Follower { informer: self, request, events: 0 };
         let next = follower.follow(response).await;
         let is_short = follower.events == 0 && clock::now() < began + SHORT_WATCH;
+        let lasted = clock::now() - head_at;
+        if lasted > Duration::from_secs(seconds.into()) + MAX_OVERTIME {
+            self.peer.violation(request, &format!("a watch of {seconds} s lasted {lasted:?}"));
+        }
         if next == Next::Watch && is_short { Next::List } else { next }
     }
 }

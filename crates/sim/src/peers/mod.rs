@@ -18,6 +18,7 @@ mod observer;
 mod peer;
 pub mod reader;
 pub mod transport;
+pub mod upload;
 pub mod writer;
 
 #[cfg(test)]

@@ -110,8 +110,12 @@ impl Outgoing {
 
     /// A request with a JSON body.
     pub fn json(method: Method, target: impl Into<String>, body: &serde_json::Value) -> Self {
-        let body = Some((JSON, body.to_string().into()));
-        Self { method, target: target.into(), body, audit_id: None }
+        Self::with_body(method, target, body.to_string().into())
+    }
+
+    /// A request with these bytes of JSON.
+    pub fn with_body(method: Method, target: impl Into<String>, body: Bytes) -> Self {
+        Self { method, target: target.into(), body: Some((JSON, body)), audit_id: None }
     }
 
     /// A DELETE.
@@ -206,6 +210,27 @@ impl Client {
                 _ => return Ok(response),
             }
         }
+    }
+
+    /// Sends a request whose body does not end, and resets its stream when `until` is ready or the response arrives.
+    ///
+    /// # Errors
+    /// There is no connection, or the request was not sent.
+    pub async fn send_unfinished(
+        &self,
+        outgoing: &Outgoing,
+        until: impl Future<Output = ()>,
+    ) -> Result<(), Failure> {
+        let stream = self.stream().await?;
+        let body = outgoing.body.as_ref().map(|body| body.1.clone()).unwrap_or_default();
+        let sent = stream.send_unfinished(self.request_head(outgoing), body).await;
+        let (response, _body) = sent.map_err(|_| Failure::Closed)?;
+        tokio::select! {
+            biased;
+            _ = response => {}
+            () = until => {}
+        }
+        Ok(())
     }
 
     /// Sends a request and reads the whole response.

@@ -380,16 +380,12 @@ async fn run_client(peer: Peer, role: Role) {
     let number = peer.id.number;
     match role {
         Role::Readers => {
-            let plan = ReaderPlan {
-                // Writers change config maps, and pods stay as they are.
-                collection: if number.is_multiple_of(2) {
-                    Collection::CONFIG_MAPS
-                } else {
-                    Collection::PODS
-                },
-                objects: store::PODS,
-                interval: Duration::from_millis(100),
+            // By turns, because only config maps change.
+            let (collection, objects) = match number % 2 {
+                0 => (Collection::CONFIG_MAPS, store::CONFIG_MAPS),
+                _ => (Collection::PODS, store::PODS),
             };
+            let plan = ReaderPlan { collection, objects, interval: Duration::from_millis(100) };
             peers::reader::run(peer, plan).await;
         }
         Role::Writers => {
@@ -404,6 +400,10 @@ async fn run_client(peer: Peer, role: Role) {
             peers::informer::run(peer, Collection::PODS).await;
         }
         Role::Informers => peers::informer::run(peer, Collection::CONFIG_MAPS).await,
+        Role::ShortWatches => {
+            peers::informer::run_short_watches(peer, Collection::CONFIG_MAPS).await;
+        }
+        Role::Uploaders => peers::upload::run(peer, Collection::CONFIG_MAPS).await,
         Role::Kubelets => {
             let name = format!("node-{number}");
             peers::lease::run_kubelet(peer, Collection::NODE_LEASES, name).await;

@@ -80,7 +80,7 @@ pub async fn half_close(rig: &Rig, figures: &mut Figures) {
 /// The client closes the socket while what it has written is unread, and partly unsent.
 pub async fn queued(rig: &Rig, figures: &mut Figures) {
     let (mut client, mut server) = rig.pair().await;
-    client.write_all(&[1; 100_000]).await.unwrap();
+    client.write_all(&vec![1; 100_000]).await.unwrap();
     drop(client);
     pause(ms(1_000)).await;
     let (bytes, result) = read_all(&mut server).await;

@@ -70,16 +70,22 @@ pub async fn stopped_reader(rig: &Rig, figures: &mut Figures) {
 /// A transfer whose time the rate decides.
 pub async fn transfer(rig: &Rig, figures: &mut Figures) {
     const BYTES: usize = 2_000_000;
-    rig.change_links(|link| (link.latency, link.rate) = (ms(10), 10_000_000 / 8));
+    /// In bytes a second.
+    const RATE: u64 = 10_000_000 / 8;
+    rig.change_links(|link| (link.latency, link.rate) = (ms(10), RATE));
     let (mut client, mut server) = rig.pair().await;
     let start = clock::now();
-    let (result, ()) = tokio::join!(server.write_all(&[1; BYTES]), async {
-        client.read_exact(&mut vec![0; BYTES]).await.unwrap();
+    let (sent, mut received) = (vec![1; BYTES], vec![0; BYTES]);
+    let (result, ()) = tokio::join!(server.write_all(&sent), async {
+        client.read_exact(&mut received).await.unwrap();
     });
     result.unwrap();
+    let time = since(start);
+    // Both sides have the same links.
+    assert!(time.as_secs_f64() >= BYTES as f64 / RATE as f64, "faster than the link: {time:?}");
     figures.time(
         "transferred in",
-        since(start),
+        time,
         Tolerance::by(0.1, 0.1, "headers: 4 %; slow start: 100 ms"),
     );
 }
@@ -97,6 +103,7 @@ pub async fn loss(rig: &Rig, figures: &mut Figures) {
     }
     times.sort();
     let late = times.iter().filter(|time| **time > ms(100)).count();
+    assert!(late > 0, "the links lose nothing");
     figures.time("median", times[ROUND_TRIPS / 2], Tolerance::PROMPT);
     figures.count(
         "later than 100 ms",

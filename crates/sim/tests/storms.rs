@@ -1,4 +1,4 @@
-//! Each storm with a small fleet of the program as it ships. `jackstay-sim-shell --storms` runs the large ones.
+//! Each storm with a small fleet of the program as it ships. `jackstay-sim --storms` runs the large ones.
 
 use std::process::Command;
 
@@ -10,7 +10,7 @@ const NODES: usize = 12;
 /// What the run of a storm prints, and whether it keeps its bounds. Each run is a process.
 fn run(name: &str, seed: u64, nodes: usize) -> (String, bool) {
     let (seed, nodes) = (seed.to_string(), nodes.to_string());
-    let mut program = Command::new(env!("CARGO_BIN_EXE_jackstay-sim-shell"));
+    let mut program = Command::new(env!("CARGO_BIN_EXE_jackstay-sim"));
     let output = program.args(["--storm", name, "--seed", &seed, "--nodes", &nodes]).output();
     let output = output.unwrap();
     (String::from_utf8(output.stdout).unwrap(), output.status.success())

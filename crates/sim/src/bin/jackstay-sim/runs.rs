@@ -134,7 +134,7 @@ fn run_process(scenario: Subject, seed: u64) -> Result<String, String> {
 /// The command that repeats the run of a seed with its log.
 fn repeat_command(scenario: Subject, seed: u64) -> String {
     format!(
-        "repeat it: cargo run --profile sim -p jackstay-sim --bin jackstay-sim-shell -- --scenario {} --seed {seed} --trace",
+        "repeat it: cargo run --profile sim -p jackstay-sim -- --scenario {} --seed {seed} --trace",
         scenario.name()
     )
 }

@@ -14,6 +14,8 @@ use tokio::sync::mpsc;
 const MAX_REQUEST_BODY: usize = 3 << 20;
 /// Size of a chunk of a generated body, in bytes.
 const CHUNK: usize = 64 << 10;
+/// A longer body has no `Content-Length`, unless its handler sets one (Go, `net/http`, `http2handlerChunkBytes`).
+const MAX_COUNTED: u64 = 4 << 10;
 static FILLER: [u8; CHUNK] = [b'.'; CHUNK];
 
 /// The body of a response. An error makes hyper reset the stream in the middle of the body.
@@ -66,7 +68,14 @@ impl Body for ResponseBody {
 
     fn size_hint(&self) -> SizeHint {
         match self {
-            Self::Full(bytes) => SizeHint::with_exact(bytes.as_ref().map_or(0, Bytes::len) as u64),
+            Self::Full(bytes) => {
+                let length = bytes.as_ref().map_or(0, Bytes::len) as u64;
+                if length > MAX_COUNTED {
+                    SizeHint::default()
+                } else {
+                    SizeHint::with_exact(length)
+                }
+            }
             Self::Filler(left) => SizeHint::with_exact(*left),
             Self::Stream(_) | Self::Echo(_) => SizeHint::default(),
         }

@@ -35,6 +35,8 @@ pub enum FaultKind {
     Overload,
     /// The watch cache lags by this time.
     Lag(Duration),
+    /// The watch cache loses its history, so that a watch from an older version gets 410. It does not end.
+    Compact,
     /// A GOAWAY follows a request with this probability.
     Goaway(f64),
     /// Every request is answered with 403, `/readyz`, too, as by an apiserver that has just started.
@@ -63,7 +65,10 @@ impl Fault {
     pub(crate) fn lasts(&self) -> bool {
         let ends = matches!(
             self.kind,
-            FaultKind::ForgetFlows { .. } | FaultKind::Goaway(_) | FaultKind::ReplaceUpstream
+            FaultKind::ForgetFlows { .. }
+                | FaultKind::Goaway(_)
+                | FaultKind::Compact
+                | FaultKind::ReplaceUpstream
         );
         self.until.is_none() && !ends
     }

@@ -313,22 +313,26 @@ pub const ALL: &[Scenario] = &[
     },
     Scenario {
         name: "removed",
-        about: "connections to a slow apiserver drain after GOAWAY, and then it is removed from the set",
+        about: "connections to an apiserver that becomes slow drain after GOAWAY, and then it is removed from the set",
         sim: |seed| {
             let at = start(seed);
             Sim::seed(seed)
                 .clients(Role::Readers, 10)
                 .fault(0, FaultKind::Slow(400 * MS))
                 .at(at)
-                .until(at + SECOND)
+                .until(at + 800 * MS)
+                .fault(0, FaultKind::Slow(5 * SECOND))
+                .at(at + 800 * MS)
+                .until(at + 2 * SECOND)
                 .fault(0, FaultKind::Goaway(1.0))
                 .at(at)
-                .until(at + SECOND)
+                .until(at + 2 * SECOND)
                 .fault(0, FaultKind::Remove)
-                .at(at + 150 * MS)
+                .at(at + 1_200 * MS)
         },
-        time: Duration::from_secs(6),
-        promises: Promises { slowest_read: Duration::from_millis(250), ..READS },
+        time: Duration::from_secs(8),
+        // A response takes 800 ms before the apiserver becomes slower.
+        promises: Promises { slowest_read: SECOND, ..READS },
     },
     Scenario {
         name: "drained-blackhole",
@@ -344,7 +348,7 @@ pub const ALL: &[Scenario] = &[
     },
     Scenario {
         name: "too-old",
-        about: "an apiserver that has just started has no history, and another one is killed",
+        about: "an apiserver has no history, and another one is killed",
         sim: |seed| {
             let (server, at) = ((seed % 3) as usize, start(seed));
             // Without writers, the cursors of watches are as old as their last bookmarks.
@@ -355,6 +359,8 @@ pub const ALL: &[Scenario] = &[
                 .fault(server, FaultKind::Kill)
                 .at(at)
                 .until(at + SECOND)
+                .fault(server, FaultKind::Compact)
+                .at(at + 3 * SECOND)
                 .fault((server + 1) % 3, FaultKind::Kill)
                 .at(at + 3 * SECOND)
         },
@@ -490,25 +496,25 @@ pub const ALL: &[Scenario] = &[
     },
     Scenario {
         name: "reset-after-restart",
-        about: "an apiserver is killed and returns; later its connections are reset and the other one is killed",
+        about: "an apiserver is killed and returns, and its connections are reset again and again",
         sim: |seed| {
             let (server, at) = ((seed % 2) as usize, start(seed));
-            Sim::seed(seed)
+            let kill = Sim::seed(seed)
                 .endpoints(2)
                 .clients(Role::Readers, 6)
                 .fault(server, FaultKind::Kill)
                 .at(at)
-                .until(at + 4 * SECOND)
-                .fault(1 - server, FaultKind::Kill)
-                .at(at + 12 * SECOND)
-                .fault(server, FaultKind::ForgetFlows { dropped: [false; 2] })
-                .at(at + 12 * SECOND)
+                .until(at + 1_500 * MS);
+            (0..8).fold(kill, |sim, number| {
+                let at = at + 1_600 * MS + 500 * MS * number;
+                sim.fault(server, FaultKind::ForgetFlows { dropped: [false; 2] }).at(at)
+            })
         },
-        time: Duration::from_secs(20),
-        // The first connect after the reset does not wait: the ones before have succeeded.
+        time: Duration::from_secs(12),
         promises: Promises { failed_reads: 1, slowest_read: Duration::from_millis(300), ..READS },
     },
     Scenario {
+<<<<<<< HEAD
         name: "uploads",
         about: "large objects are written and watched, and each third upload is abandoned; no fault",
         sim: |seed| {
@@ -560,18 +566,32 @@ pub const ALL: &[Scenario] = &[
         },
         time: Duration::from_secs(12),
         // By then, everything has moved to the other ones.
+=======
+        name: "unready",
+        about: "the /readyz of one of three apiservers fails for three seconds",
+        sim: |seed| {
+            let at = start(seed);
+            let server = (seed % 3) as usize;
+            clients(seed).fault(server, FaultKind::Unready).at(at).until(at + 3 * SECOND)
+        },
+        time: Duration::from_secs(9),
+>>>>>>> 0c414950 (sim: compacted histories, unready apiservers, connects after a success)
         promises: Promises {
             slowest_read: Duration::from_millis(100),
             failed_writes: 0,
             slowest_write: Duration::from_millis(100),
             silence: Duration::from_millis(300),
+<<<<<<< HEAD
             watches_ended: 0,
             // kubelet renews it every 10 s plus up to 4 %.
             lease: Duration::from_millis(10_450),
+=======
+>>>>>>> 0c414950 (sim: compacted histories, unready apiservers, connects after a success)
             ..READS
         },
     },
     Scenario {
+<<<<<<< HEAD
         name: "unready-and-lost",
         about: "/readyz of an apiserver fails, and 13 s later its packets are dropped",
         sim: |seed| {
@@ -604,6 +624,24 @@ pub const ALL: &[Scenario] = &[
             slowest_read: Duration::from_millis(3_100),
             silence: Duration::from_millis(3_100),
             relists: 4,
+=======
+        name: "unready-after-outage",
+        about: "every apiserver is killed, and after its start is not ready and refuses everybody for five seconds",
+        sim: |seed| {
+            let (at, up) = (start(seed), start(seed) + 8 * SECOND);
+            let sim = Sim::seed(seed).clients(Role::Informers, 4).clients(Role::Readers, 2);
+            (0..3).fold(sim, |sim, server| {
+                let ready = up + 5 * SECOND;
+                let sim = sim.fault(server, FaultKind::Kill).at(at).until(up);
+                let sim = sim.fault(server, FaultKind::Unready).at(at).until(ready);
+                sim.fault(server, FaultKind::Forbid).at(at).until(ready)
+            })
+        },
+        time: Duration::from_secs(28),
+        promises: Promises {
+            failed_reads: u64::MAX,
+            slowest_read: Duration::from_secs(3),
+>>>>>>> 0c414950 (sim: compacted histories, unready apiservers, connects after a success)
             ..READS
         },
     },

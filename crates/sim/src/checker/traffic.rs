@@ -5,7 +5,7 @@
 //! | counted | a request that arrives more than once has been retried or hedged, and the metrics count that |
 //! | hedges | hedges are at most a tenth of the requests, after a first burst |
 //! | other endpoint | a hedge is not sent to the apiserver whose requests hang, while another one works |
-//! | connects | the pauses between failed connects to an apiserver grow |
+//! | connects | the pauses between failed connects to an apiserver grow, and none follows a success |
 //! | jitter | watches that were lost together continue at different times |
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -24,6 +24,8 @@ const HEDGES_OF_A_REQUEST: u64 = 2;
 const FAILED_CONNECTS: u32 = 12;
 /// The shortest pause between two more of them: half of the longest pause while no endpoint is usable.
 const CONNECT_PAUSE: Duration = Duration::from_millis(400);
+/// A connect follows the loss of the last connection within this time: the pool looks for it every 200 ms.
+const RECONNECT: Duration = Duration::from_millis(300);
 /// Watches that continue with less than [`SAME_MOMENT`] between the first and the last of them have no jitter. The
 /// jitter of the first attempt is at most 50 ms, so so many do it by accident once in a million times.
 const WATCHES_AT_ONCE: usize = 6;
@@ -55,6 +57,8 @@ pub struct Connect {
     pub server: usize,
     /// Whether the TCP connection was established.
     pub established: bool,
+    /// When it was closed, since the start of the run.
+    pub closed: Option<Duration>,
 }
 
 /// A time in which the requests of one apiserver hang and the others work.
@@ -83,6 +87,8 @@ pub struct Traffic {
     pub hedges: u64,
     /// Apiservers to which no hedge is sent.
     pub hangs: Vec<Hang>,
+    /// Apiservers to which jackstay keeps a connection at all times until the end of the run, and that end.
+    pub kept: (BTreeSet<usize>, Duration),
 }
 
 impl Traffic {
@@ -93,6 +99,7 @@ impl Traffic {
             self.too_many_hedges(),
             self.hedge_to_the_same(),
             self.connects_without_pauses(),
+            self.pause_after_success(),
             self.watches_without_jitter(),
         ];
         for text in broken.into_iter().flatten() {
@@ -171,6 +178,27 @@ impl Traffic {
                 }
             }
             None
+        })
+    }
+
+    /// A connection that had succeeded was the last one, and no connect has followed in time.
+    fn pause_after_success(&self) -> Option<String> {
+        let (kept, end) = &self.kept;
+        kept.iter().find_map(|&server| {
+            let connects: Vec<_> =
+                self.connects.iter().filter(|connect| connect.server == server).collect();
+            let lost = connects.iter().filter(|connect| connect.established);
+            lost.filter_map(|connect| connect.closed).find_map(|lost| {
+                let is_open = |connect: &&&Connect| {
+                    connect.at <= lost && connect.closed.is_none_or(|closed| closed > lost)
+                };
+                let next = connects.iter().map(|connect| connect.at).find(|at| *at > lost);
+                let pause = next.unwrap_or(*end).saturating_sub(lost);
+                let is_late = pause > RECONNECT && !connects.iter().any(|one| is_open(&one));
+                is_late.then(|| {
+                    format!("no connect to apiserver {server} for {pause:.1?} after {lost:.3?}")
+                })
+            })
         })
     }
 

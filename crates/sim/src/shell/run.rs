@@ -104,7 +104,12 @@ pub(crate) fn run_world<T>(
             world.network.set_tracing(true);
             world.observer.log_lines();
         }
+<<<<<<< HEAD
         main(world).await
+=======
+        world.pass(&sim.faults, time).await?;
+        Ok(world.finish(&sim.faults, time).await)
+>>>>>>> 0c414950 (sim: compacted histories, unready apiservers, connects after a success)
     })
 }
 
@@ -285,7 +290,11 @@ impl World {
     }
 
     /// Ends the clients, waits, and judges the run.
+<<<<<<< HEAD
     pub(crate) async fn finish(self, faults: &[Fault]) -> ShellRun {
+=======
+    async fn finish(self, faults: &[Fault], time: Duration) -> ShellRun {
+>>>>>>> 0c414950 (sim: compacted histories, unready apiservers, connects after a success)
         self.stopper.stop();
         sleep(REST).await;
         let mut record = self.observer.take();
@@ -300,6 +309,7 @@ impl World {
                 metrics: &node.program.metrics.render(),
                 faults,
                 servers: self.servers.len(),
+                time,
                 start: (self.start, UNIX_EPOCH + START),
             };
             sources.traffic(number).check(number, &mut record.findings);

@@ -91,6 +91,9 @@ impl Apiserver {
                 self.process.cont();
             }
             FaultKind::Kill if begins => self.kill(),
+            FaultKind::Compact if begins => {
+                self.server.compact();
+            }
             FaultKind::ShutDown if begins => self.server.drain(SHUTDOWN_GRACE),
             // After another fault that has ended meanwhile, the process runs again.
             FaultKind::Kill | FaultKind::ShutDown => {

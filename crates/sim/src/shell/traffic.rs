@@ -1,5 +1,6 @@
 //! What the jackstay of a node has sent, as apiservers, the network and its metrics show it.
 
+use std::collections::BTreeSet;
 use std::time::{Duration, Instant, SystemTime};
 
 use jackstay_apiserver::audit::Record;
@@ -27,6 +28,8 @@ pub struct Sources<'a> {
     pub faults: &'a [Fault],
     /// The number of apiservers.
     pub servers: usize,
+    /// How long the clients ran.
+    pub time: Duration,
     /// The start of the run.
     pub start: (Instant, SystemTime),
 }
@@ -49,6 +52,7 @@ impl Sources<'_> {
             retries: sum(self.metrics, "jackstay_retries_total", &[]),
             hedges: sum(self.metrics, "jackstay_hedges_total", &["original", "hedge", "failed"]),
             hangs: self.hangs(),
+            kept: (self.kept(), self.time),
         }
     }
 
@@ -69,7 +73,21 @@ impl Sources<'_> {
                 && connect.to.port() == APISERVER_PORT
         })?;
         let at = connect.at.saturating_duration_since(self.start.0);
-        Some(Connect { at, server, established: connect.established })
+        let closed = connect.closed.map(|closed| closed.saturating_duration_since(self.start.0));
+        Some(Connect { at, server, established: connect.established, closed })
+    }
+
+    /// The apiservers that never stop to accept connections once they have started, so that a lost connection is
+    /// followed by another one at once.
+    fn kept(&self) -> BTreeSet<usize> {
+        let is_kept = |server: &usize| {
+            let mut faults = self.faults.iter().filter(|fault| fault.server == *server);
+            faults.all(|fault| {
+                matches!(fault.kind, FaultKind::ForgetFlows { dropped: [false, false] })
+                    || fault.kind == FaultKind::Kill && fault.until.is_some()
+            })
+        };
+        (0..self.servers).filter(is_kept).collect()
     }
 
     /// The times in which requests of one apiserver hang, if nothing else goes wrong.

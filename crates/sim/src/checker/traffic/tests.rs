@@ -13,7 +13,7 @@ fn watch(at: u32, id: usize) -> Arrival {
 }
 
 fn failed(at: u32) -> Connect {
-    Connect { at: MS * at, server: 0, established: false }
+    Connect { at: MS * at, server: 0, established: false, closed: None }
 }
 
 fn broken(traffic: &Traffic) -> Vec<String> {
@@ -94,4 +94,22 @@ fn watches_continue_at_different_times() {
         broken(&Traffic { arrivals, ..Traffic::default() }).len()
     };
     assert_eq!((again(8, 0), again(6, 0), again(5, 0), again(8, 1)), (1, 1, 0, 0));
+}
+
+#[test]
+fn connect_follows_the_loss_of_the_last_connection() {
+    let connect = |at: u32, closed: Option<u32>| Connect {
+        established: true,
+        closed: closed.map(|at| MS * at),
+        ..failed(at)
+    };
+    let check = |connects: Vec<Connect>| {
+        let kept = (BTreeSet::from([0]), MS * 5_000);
+        broken(&Traffic { connects, kept, ..Traffic::default() }).len()
+    };
+    assert_eq!(check(vec![connect(0, Some(100)), connect(400, None)]), 0);
+    assert_eq!(check(vec![connect(0, Some(100)), connect(401, None)]), 1);
+    assert_eq!(check(vec![connect(0, Some(100)), connect(50, None)]), 0);
+    assert_eq!(check(vec![connect(0, Some(100))]), 1);
+    assert_eq!(check(vec![connect(0, Some(4_900))]), 0);
 }

@@ -175,6 +175,9 @@ impl State {
     }
 
     pub(super) fn close(&mut self, id: ConnectionId, side: Side) {
+        if side == Side::Client {
+            self.connects[id as usize].closed.get_or_insert(self.clock.now);
+        }
         self.net.close_socket(&mut self.clock, id, side);
     }
 

@@ -68,6 +68,8 @@ pub struct Connect {
     pub at: Instant,
     /// Whether the process has learned that the connection is established.
     pub established: bool,
+    /// When the process has closed it.
+    pub closed: Option<Instant>,
 }
 
 impl State {
@@ -250,7 +252,8 @@ impl State {
         let peer = (server.unwrap_or(host), NO_PROCESS);
         let id = self.net.add_connection(&mut self.clock, process, peer, options.thin);
         self.addresses.push([SocketAddr::new(own, port), to]);
-        self.connects.push(Connect { process, to, at: self.clock.now, established: false });
+        let at = self.clock.now;
+        self.connects.push(Connect { process, to, at, established: false, closed: None });
         let connection = &mut self.net.connections[id];
         connection.dropped = [server.is_none(); 2];
         let socket = &mut connection.end(Side::Client).socket;

@@ -71,11 +71,8 @@ fn main() -> ExitCode {
             return ExitCode::from(2);
         }
     };
-    let scenarios = if arguments.scenarios.is_empty() {
-        Subject::all()
-    } else {
-        arguments.scenarios
-    };
+    let scenarios =
+        if arguments.scenarios.is_empty() { Subject::all() } else { arguments.scenarios };
     if arguments.until_failure && !arguments.list {
         let Some(report) = runs::first_failure(&scenarios, arguments.seeds) else {
             return ExitCode::SUCCESS;

@@ -68,11 +68,7 @@ pub fn first_failure(scenarios: &[Subject], seeds: Seeds) -> Option<String> {
 
 /// Runs seeds of scenarios on all processors until so many have failed. Returns the reports of those, in the order of
 /// their runs.
-fn run_until(
-    scenarios: &[Subject],
-    seeds: Seeds,
-    failures: usize,
-) -> BTreeMap<u64, String> {
+fn run_until(scenarios: &[Subject], seeds: Seeds, failures: usize) -> BTreeMap<u64, String> {
     let next = AtomicU64::new(0);
     let reports = Mutex::new(BTreeMap::new());
     let reports = || reports.lock().unwrap_or_else(PoisonError::into_inner);

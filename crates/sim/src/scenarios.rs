@@ -514,7 +514,6 @@ pub const ALL: &[Scenario] = &[
         promises: Promises { failed_reads: 1, slowest_read: Duration::from_millis(300), ..READS },
     },
     Scenario {
-<<<<<<< HEAD
         name: "uploads",
         about: "large objects are written and watched, and each third upload is abandoned; no fault",
         sim: |seed| {
@@ -566,32 +565,18 @@ pub const ALL: &[Scenario] = &[
         },
         time: Duration::from_secs(12),
         // By then, everything has moved to the other ones.
-=======
-        name: "unready",
-        about: "the /readyz of one of three apiservers fails for three seconds",
-        sim: |seed| {
-            let at = start(seed);
-            let server = (seed % 3) as usize;
-            clients(seed).fault(server, FaultKind::Unready).at(at).until(at + 3 * SECOND)
-        },
-        time: Duration::from_secs(9),
->>>>>>> 0c414950 (sim: compacted histories, unready apiservers, connects after a success)
         promises: Promises {
             slowest_read: Duration::from_millis(100),
             failed_writes: 0,
             slowest_write: Duration::from_millis(100),
             silence: Duration::from_millis(300),
-<<<<<<< HEAD
             watches_ended: 0,
             // kubelet renews it every 10 s plus up to 4 %.
             lease: Duration::from_millis(10_450),
-=======
->>>>>>> 0c414950 (sim: compacted histories, unready apiservers, connects after a success)
             ..READS
         },
     },
     Scenario {
-<<<<<<< HEAD
         name: "unready-and-lost",
         about: "/readyz of an apiserver fails, and 13 s later its packets are dropped",
         sim: |seed| {
@@ -624,7 +609,27 @@ pub const ALL: &[Scenario] = &[
             slowest_read: Duration::from_millis(3_100),
             silence: Duration::from_millis(3_100),
             relists: 4,
-=======
+            ..READS
+        },
+    },
+    Scenario {
+        name: "unready",
+        about: "the /readyz of one of three apiservers fails for three seconds",
+        sim: |seed| {
+            let at = start(seed);
+            let server = (seed % 3) as usize;
+            clients(seed).fault(server, FaultKind::Unready).at(at).until(at + 3 * SECOND)
+        },
+        time: Duration::from_secs(9),
+        promises: Promises {
+            slowest_read: Duration::from_millis(100),
+            failed_writes: 0,
+            slowest_write: Duration::from_millis(100),
+            silence: Duration::from_millis(300),
+            ..READS
+        },
+    },
+    Scenario {
         name: "unready-after-outage",
         about: "every apiserver is killed, and after its start is not ready and refuses everybody for five seconds",
         sim: |seed| {
@@ -641,7 +646,6 @@ pub const ALL: &[Scenario] = &[
         promises: Promises {
             failed_reads: u64::MAX,
             slowest_read: Duration::from_secs(3),
->>>>>>> 0c414950 (sim: compacted histories, unready apiservers, connects after a success)
             ..READS
         },
     },

@@ -104,12 +104,7 @@ pub(crate) fn run_world<T>(
             world.network.set_tracing(true);
             world.observer.log_lines();
         }
-<<<<<<< HEAD
         main(world).await
-=======
-        world.pass(&sim.faults, time).await?;
-        Ok(world.finish(&sim.faults, time).await)
->>>>>>> 0c414950 (sim: compacted histories, unready apiservers, connects after a success)
     })
 }
 
@@ -290,11 +285,8 @@ impl World {
     }
 
     /// Ends the clients, waits, and judges the run.
-<<<<<<< HEAD
     pub(crate) async fn finish(self, faults: &[Fault]) -> ShellRun {
-=======
-    async fn finish(self, faults: &[Fault], time: Duration) -> ShellRun {
->>>>>>> 0c414950 (sim: compacted histories, unready apiservers, connects after a success)
+        let time = clock::elapsed(self.start);
         self.stopper.stop();
         sleep(REST).await;
         let mut record = self.observer.take();

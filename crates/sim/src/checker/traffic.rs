@@ -169,7 +169,7 @@ impl Traffic {
                     first = connect.at;
                 }
                 count += 1;
-                let since = connect.at - first;
+                let since = connect.at.saturating_sub(first);
                 let pauses = since.as_nanos() / CONNECT_PAUSE.as_nanos();
                 if count > FAILED_CONNECTS + u32::try_from(pauses).unwrap_or(u32::MAX) {
                     return Some(format!(
@@ -208,9 +208,9 @@ impl Traffic {
         let again: Vec<_> = watches
             .filter_map(|arrival| (!known.insert(&arrival.id)).then_some(arrival.at))
             .collect();
-        let groups = again.chunk_by(|before, after| *after - *before < LOST_TOGETHER);
+        let groups = again.chunk_by(|before, after| after.saturating_sub(*before) < LOST_TOGETHER);
         groups.into_iter().find_map(|group| {
-            let spread = *group.last()? - *group.first()?;
+            let spread = group.last()?.saturating_sub(*group.first()?);
             let count = group.len();
             (count >= WATCHES_AT_ONCE && spread < SAME_MOMENT)
                 .then(|| format!("{count} watches continue within {spread:.1?}, without jitter"))

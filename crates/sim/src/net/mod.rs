@@ -8,7 +8,7 @@ mod connections;
 mod lifecycle;
 mod link;
 mod log;
-mod queue;
+pub mod queue;
 mod segments;
 mod socket_state;
 pub mod sockets;

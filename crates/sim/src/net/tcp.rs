@@ -374,7 +374,6 @@ impl End {
             notsent_bytes: self.unsent_bytes,
             data_segments_sent: socket.data_segments_out,
             send_window: Some(self.window),
-            ..TcpInfo::default()
         }
     }
 }

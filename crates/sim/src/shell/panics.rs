@@ -10,7 +10,10 @@ static PANICS: Mutex<Vec<String>> = Mutex::new(Vec::new());
 pub fn record() {
     let print = panic::take_hook();
     panic::set_hook(Box::new(move |panic| {
-        let message = panic.payload_as_str().unwrap_or("no message");
+        let payload = panic.payload();
+        let text = payload.downcast_ref::<String>().map(String::as_str);
+        let text = text.or_else(|| payload.downcast_ref::<&str>().copied());
+        let message = text.unwrap_or("no message");
         let place = panic.location().map(ToString::to_string).unwrap_or_default();
         let mut panics = PANICS.lock().unwrap_or_else(PoisonError::into_inner);
         panics.push(format!("a task panicked at {place}: {message}"));

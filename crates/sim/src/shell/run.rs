@@ -313,7 +313,9 @@ impl World {
                 record.findings.violation(text);
             }
         }
-        panics::take().into_iter().for_each(|panic| record.findings.violation(panic));
+        for panic in panics::take() {
+            record.findings.violation(panic);
+        }
         let mut hasher = DefaultHasher::new();
         self.network.hash().hash(&mut hasher);
         record.observations.hash(&mut hasher);

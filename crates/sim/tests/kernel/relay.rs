@@ -12,8 +12,8 @@ use std::process::Command;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Instant;
 
+use jackstay_sim::net::queue::Queue;
 use jackstay_sim::net::{Link, Side};
-use jackstay_sim::queue::Queue;
 use rustix::ioctl::{Setter, ioctl};
 
 const DEVICE: &str = "jackstay-test";

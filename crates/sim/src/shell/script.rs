@@ -113,7 +113,7 @@ async fn result_of(steps: Steps) -> Result<(), String> {
 mod tests {
     use super::*;
 
-    #[tokio::test]
+    #[tokio::test(start_paused = true)]
     async fn result_of_a_failed_assertion_has_its_place_and_its_text() {
         assert_eq!(result_of(Box::pin(tokio::task::yield_now())).await, Ok(()));
         let failing = async {

@@ -143,7 +143,7 @@ class Interrupted(unittest.TestCase):
 
     def run_script(self, text, *argv):
         done = subprocess.run(argv or ["bash", "-euo", "pipefail", "-c", text], cwd=self.directory, env={**os.environ, "PATH": PATH}, stdin=subprocess.DEVNULL,
-                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120, check=False)
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300, check=False)
         self.assertEqual(done.returncode, 0, f"{text}\n{done.stdout}{self.logs()}")
 
     def run_recipe(self, page, name):

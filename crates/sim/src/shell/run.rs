@@ -10,6 +10,7 @@ use jackstay::config::Config;
 use jackstay::observe::Metrics;
 use jackstay_apiserver::cluster::Cluster;
 use jackstay_core::endpoint_state::EndpointState;
+use jackstay_core::pool::EndpointKey;
 use jackstay_sys::clock;
 use jackstay_sys::simulation::SimulatedRun;
 use rustls::pki_types::ServerName;
@@ -41,6 +42,9 @@ const START: Duration = Duration::from_secs(1_893_456_000);
 const STARTED: Duration = Duration::from_secs(1_893_452_400);
 /// The time for what clients have left to end.
 const REST: Duration = Duration::from_secs(60);
+/// No request of jackstay's own takes longer, if its apiserver answers. A stream that is open before and after it is left
+/// over.
+const LONGEST_PROBE: Duration = Duration::from_secs(1);
 
 /// The result of a run.
 #[derive(Debug)]
@@ -289,12 +293,14 @@ impl World {
         let time = clock::elapsed(self.start);
         self.stopper.stop();
         sleep(REST).await;
+        let streams: Vec<_> = self.nodes.iter().map(Node::streams).collect();
+        sleep(LONGEST_PROBE).await;
         let mut record = self.observer.take();
         let history = store::history(&self.cluster);
         checker::check(&history, &record.observations, &mut record.findings);
         let records = self.cluster.audit().records();
         for (number, node) in self.nodes.iter().enumerate() {
-            node.check(number, faults, &mut record.findings);
+            node.check(number, &streams[number], faults, &mut record.findings);
             let sources = Sources {
                 records: &records,
                 connects: &self.network.connects_of(node.number),
@@ -331,9 +337,22 @@ impl World {
 }
 
 impl Node {
+    /// The endpoints to which streams are open.
+    fn streams(&self) -> Vec<EndpointKey> {
+        let upstreams = self.program.upstreams();
+        let endpoints = upstreams.iter().flat_map(|upstream| upstream.endpoints().to_vec());
+        endpoints.filter(|one| one.status().streams > 0).map(|one| one.key()).collect()
+    }
+
     /// Every endpoint without a fault that lasts is ready again a minute after the end of the scenario, and nothing of the
     /// clients is left over.
-    fn check(&self, number: usize, faults: &[Fault], findings: &mut Findings) {
+    fn check(
+        &self,
+        number: usize,
+        streams: &[EndpointKey],
+        faults: &[Fault],
+        findings: &mut Findings,
+    ) {
         for upstream in &self.program.upstreams() {
             for (server, endpoint) in upstream.endpoints().iter().enumerate() {
                 let lasts = |fault: &Fault| fault.server == server && fault.lasts();
@@ -345,11 +364,11 @@ impl Node {
                 }
                 // Its own requests hang, too.
                 let hangs = |fault: &Fault| fault.kind == FaultKind::Hang && lasts(fault);
-                let streams = endpoint.status().streams;
-                if streams > 0 && !faults.iter().any(hangs) {
-                    let text = format!(
-                        "node {number}: {streams} streams to endpoint {server} are left over"
-                    );
+                let open = endpoint.status().streams;
+                let are_left = open > 0 && streams.contains(&endpoint.key());
+                if are_left && !faults.iter().any(hangs) {
+                    let text =
+                        format!("node {number}: {open} streams to endpoint {server} are left over");
                     findings.violation(text);
                 }
             }

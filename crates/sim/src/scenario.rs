@@ -111,13 +111,6 @@ impl Sim {
         self
     }
 
-    /// The time between two PINGs (`health.ping_interval`).
-    #[must_use]
-    pub fn ping_interval(mut self, interval: Duration) -> Self {
-        self.ping_interval = interval;
-        self
-    }
-
     /// Bytes a second between two hosts, in one direction; without a limit by default.
     #[must_use]
     pub fn rate(mut self, rate: u64) -> Self {

@@ -19,9 +19,9 @@ const MOMENTS: [u64; 7] = [100, 320, 530, 950, 1_150, 2_500, 3_800];
 /// A fault.
 #[derive(Clone, Copy)]
 pub struct Drop {
-    /// Who sends. The client has `TCP_THIN_LINEAR_TIMEOUTS`.
+    /// The end that sends. The client's end has `TCP_THIN_LINEAR_TIMEOUTS`.
     pub sender: Side,
-    /// Whose packets are dropped.
+    /// The ends whose packets are dropped.
     pub of: &'static [Side],
     pub until: Duration,
 }

@@ -115,9 +115,22 @@ async fn http1_body_that_arrives_byte_by_byte_takes_what_is_charged() {
         wire.write_all(head.as_bytes()).await.unwrap();
         for sent in 1..=length {
             wire.write_all(b"1\r\nx\r\n").await.unwrap();
+            // Without it a write that finds no budget of the scheduler leaves the byte in the TLS session.
+            wire.flush().await.unwrap();
             // So few that each byte is read alone.
-            while setup.arrived(&target).0 + 2 < sent {
-                tokio::task::yield_now().await;
+            let arrives = async {
+                while setup.arrived(&target).0 + 2 < sent {
+                    tokio::task::yield_now().await;
+                }
+            };
+            let mut answer = [0; 1 << 10];
+            tokio::select! {
+                biased;
+                () = soon("the byte arrives", arrives) => {}
+                read = wire.read(&mut answer) => {
+                    let answer = String::from_utf8_lossy(&answer[..read.unwrap()]);
+                    panic!("after {sent} bytes of {length}: {answer}");
+                }
             }
         }
         setup.until_arrived(&target, length).await;
@@ -195,6 +208,7 @@ async fn send_blocks(setup: &Setup, block: &[u8], streams: usize) -> Wire {
     wire.write_all(&[PREFACE, &http2::settings(&[])].concat()).await.unwrap();
     for stream in (1..).step_by(2).take(streams) {
         wire.write_all(&http2::block(stream, true, block)).await.unwrap();
+        wire.flush().await.unwrap();
         let ends = |kind, id, _: &[u8]| matches!(kind, HEADERS | RST_STREAM) && id == stream;
         soon("a response", http2::read_until(&mut wire, ends)).await.unwrap();
     }

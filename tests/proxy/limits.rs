@@ -417,6 +417,7 @@ async fn connection_without_a_request_stays_open_while_the_client_sends_pings() 
     let start = Instant::now();
     while start.elapsed() < limit * 2 {
         stream.write_all(&frame(PING, 0, 0, b"opaque00")).await.unwrap();
+        stream.flush().await.unwrap();
         let pong = read_until(&mut stream, |kind, _, payload| {
             assert_ne!(kind, GOAWAY, "closed after {:?}", start.elapsed());
             kind == PING && payload == b"opaque00"

@@ -192,6 +192,9 @@ async fn serve_http2(
 ) -> Result<(), h2::Error> {
     let mut builder = h2::server::Builder::new();
     builder.max_header_list_size(1 << 20).initial_window_size(1 << 20);
+    // With h2's default a hundred frames of one byte that are not read yet end the connection; an apiserver, which is
+    // written in Go, has no such limit.
+    builder.data_frame_budget(16 << 20);
     let mut connection = builder.handshake::<_, Bytes>(stream).await?;
     while let Some(accepted) = connection.accept().await {
         let (request, mut respond) = accepted?;

@@ -213,7 +213,10 @@ async fn check_flows_at_takeover(mut setup: Setup, credentials: &Credentials) {
             }
         }
     });
-    assert!(end.await.is_err() && old_client.is_closed());
+    let end = end.await;
+    assert!(end.is_err(), "{end:?}");
+    // The task of the connection may see the reset after the watch.
+    until("the connection is closed", async || old_client.is_closed()).await;
     assert_eq!(new_client.get(CONFIGMAPS).await.unwrap().status, 200);
 }
 

@@ -165,6 +165,11 @@ impl Cluster {
         lock(&self.shared.state).tokens.insert(token.to_owned(), user);
     }
 
+    /// Does not accept a bearer token any more.
+    pub fn remove_token(&self, token: &str) {
+        lock(&self.shared.state).tokens.remove(token);
+    }
+
     /// The user of a bearer token.
     pub(super) fn user_of(&self, token: &str) -> Option<User> {
         lock(&self.shared.state).tokens.get(token).cloned()

@@ -214,6 +214,13 @@ impl RequestContext {
     async fn listed(&self, target: &Target) -> Result<(Vec<Arc<Object>>, u64), StatusError> {
         let (cluster, selector) = (&self.server.cluster, self.selector(target)?);
         let has = |parameter| !self.query.get(parameter).is_empty();
+        if self.query.get("resourceVersionMatch") == "Exact" && !has("continue") {
+            let version = self.minimum_version();
+            cluster.check_not_compacted(version)?;
+            self.check_reached(cluster.version())?;
+            let objects = cluster.list_at(target.kind, &target.namespace, &selector, version);
+            return Ok((objects, version));
+        }
         let lags = self.server.faults.borrow().cache_lag.is_some();
         let cached = if !lags || has("continue") {
             None

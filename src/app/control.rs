@@ -47,6 +47,7 @@ use super::takeover::{self, Offer, Predecessor, Request, TakeoverRequest};
 use super::workers::CommandSender;
 use crate::admin::StatusProvider as _;
 use crate::control::discovery::SharedContext;
+use crate::control::saved_floors::LAST_WRITE;
 use crate::control::watchdog;
 use crate::observe::Metrics;
 use crate::observe::events::{Change, EventKind};
@@ -114,10 +115,17 @@ impl ControlThread {
             }
         };
         let tasks = LocalSet::new();
+        let (end, ended) = watch::channel(false);
+        let replaced = self.replaced.subscribe();
         tasks.block_on(&runtime, async move {
             tokio::select! {
-                () = self.serve() => {}
+                () = self.serve(ended) => {}
                 _ = stopped => {}
+            }
+            if !*replaced.borrow() {
+                end.send_replace(true);
+                // The tasks that save the floors drop the receivers when they have.
+                let _ = timeout(LAST_WRITE, end.closed()).await;
             }
         });
         // Dropping the probers changes endpoint states, which shall not be logged.
@@ -126,10 +134,11 @@ impl ControlThread {
         runtime.shutdown_background();
     }
 
-    async fn serve(mut self) {
+    /// `ended` becomes true when the process ends.
+    async fn serve(mut self, ended: watch::Receiver<bool>) {
         self.start_upkeep();
-        let mut tasks =
-            Tasks::new(Arc::clone(&self.status), Arc::clone(&self.context), self.draining.clone());
+        let (status, context) = (Arc::clone(&self.status), Arc::clone(&self.context));
+        let mut tasks = Tasks::new(status, context, self.draining.clone(), ended);
         tasks.start_new(&self.active);
         let (sender, mut takeovers) = unbounded_channel();
         let predecessor = self.predecessor.take();

@@ -1,7 +1,8 @@
 //! Saves the version floors of an upstream, so that clients keep theirs across a restart of jackstay.
 //!
-//! The file is written at the start, then at most once a minute if a floor has changed, and when the process begins to
-//! drain. It contains keyed hashes of clients, and their key, but no name and no token. A file that is corrupt or of another
+//! The file is written at the start, then at most once a minute if a floor has changed, when the process begins to drain,
+//! and when it ends, because its connections raise floors until then. A process that another one has taken over from
+//! does not write it at its end: the file is that of the other one. It contains keyed hashes of clients, and their key, but no name and no token. A file that is corrupt or of another
 //! upstream is reported and ignored.
 
 use std::error::Error;
@@ -12,10 +13,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use arc_swap::ArcSwap;
+use jackstay_sys::simulation::run_blocking;
 use jackstay_sys::{clock, files};
 use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
-use tokio::task::spawn_blocking;
 use tokio::time::{sleep_until, timeout};
 
 use crate::upstream::Upstream;
@@ -26,6 +27,8 @@ use crate::upstream::version_floors::{FloorVersions, MAX_FLOORS, NamedFloor};
 const INTERVAL: Duration = Duration::from_secs(60);
 /// When the file is read again. A process that this one has taken over from writes it once more when it drains.
 const READ_AGAIN: [Duration; 2] = [Duration::from_secs(2), Duration::from_secs(10)];
+/// How long a process that ends waits for the last write. A disk may hang.
+pub const LAST_WRITE: Duration = Duration::from_secs(1);
 /// Version of the format. A file with another version is ignored.
 const VERSION: u64 = 1;
 /// Maximum size of a file in bytes. A floor takes about 120 bytes.
@@ -147,12 +150,14 @@ fn identity(upstream: &Upstream) -> String {
     [&*upstream.name, upstream.path_prefix.encoded()].concat()
 }
 
-/// Lets `upstream` keep floors, and restores and saves them in `state_dir`, which a reload may replace, until the process
-/// has drained. Without a directory the floors are kept in memory only.
+/// Lets `upstream` keep floors, and restores and saves them in `state_dir`, which a reload may replace, until `ended`
+/// becomes true, for which the process waits, or its sender is dropped. Without a directory the floors are kept in memory
+/// only.
 pub async fn run(
     upstream: Arc<Upstream>,
     state_dir: Arc<ArcSwap<Option<PathBuf>>>,
     mut draining: watch::Receiver<bool>,
+    mut ended: watch::Receiver<bool>,
 ) {
     let started = clock::now();
     restore(&upstream, &state_dir).await;
@@ -181,6 +186,9 @@ pub async fn run(
         _ = draining.wait_for(|draining| *draining) => {}
     }
     save_if_changed(&upstream, &state_dir, &mut saved).await;
+    if ended.wait_for(|ended| *ended).await.is_ok() {
+        save_if_changed(&upstream, &state_dir, &mut saved).await;
+    }
 }
 
 /// Reads the file, on another thread, because a disk may hang.
@@ -193,7 +201,7 @@ async fn restore(upstream: &Upstream, state_dir: &ArcSwap<Option<PathBuf>>) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
         Err(error) => Err(FloorsError::Io(error)),
     };
-    let read = spawn_blocking(read).await;
+    let read = run_blocking(read).await;
     match read.unwrap_or_else(|error| Err(FloorsError::Io(io::Error::other(error)))) {
         Ok(Some(saved)) => {
             let is_same_history = upstream.restores.recognised_notice() == 0;
@@ -230,7 +238,7 @@ async fn save_if_changed(
         std::fs::create_dir_all(&dir)?;
         files::replace(&file, text.as_bytes(), files::PRIVATE)
     };
-    match spawn_blocking(write).await.unwrap_or_else(|error| Err(io::Error::other(error))) {
+    match run_blocking(write).await.unwrap_or_else(|error| Err(io::Error::other(error))) {
         Ok(()) => *saved = Some(now),
         Err(error) => tracing::warn!(
             path = %path.display(),

@@ -41,6 +41,7 @@ pub struct Tasks {
     context: Arc<SharedContext>,
     /// Whether the process drains.
     draining: watch::Receiver<bool>,
+    ended: watch::Receiver<bool>,
     /// The tasks of each upstream: certificates, discovery, floors, canary.
     upstreams: Vec<(Arc<Upstream>, [AbortHandle; 4])>,
     /// The certificate task of each L7 listener.
@@ -71,14 +72,17 @@ struct AdminServer {
 }
 
 impl Tasks {
-    /// Without tasks. `status` is the content of the admin endpoint; `context` is for discovery.
+    /// Without tasks. `status` is the content of the admin endpoint; `context` is for discovery. `ended` becomes true when
+    /// the process ends.
     pub fn new(
         status: Arc<ProcessStatus>,
         context: Arc<SharedContext>,
         draining: watch::Receiver<bool>,
+        ended: watch::Receiver<bool>,
     ) -> Self {
         Self {
             draining,
+            ended,
             status,
             context,
             upstreams: Vec::new(),
@@ -106,6 +110,7 @@ impl Tasks {
                     Arc::clone(upstream),
                     Arc::clone(&self.context.state_dir),
                     self.draining.clone(),
+                    self.ended.clone(),
                 );
                 let tasks = [
                     spawn_local(certificates).abort_handle(),

@@ -155,7 +155,8 @@ impl Current {
         for upstream in &active.upstreams {
             tasks.push(spawn_local(jackstay::control::canary::run(Arc::clone(upstream))));
             // Without a directory, as configured.
-            let floors = saved_floors::run(Arc::clone(upstream), Arc::default(), draining.clone());
+            let (drain, end) = (draining.clone(), draining.clone());
+            let floors = saved_floors::run(Arc::clone(upstream), Arc::default(), drain, end);
             tasks.push(spawn_local(floors));
         }
         Self { active, writers, tasks }

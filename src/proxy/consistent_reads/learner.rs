@@ -4,6 +4,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use bytes::Bytes;
+use jackstay_core::lag::Expected;
 use jackstay_core::request::info::is_built_in_group;
 use jackstay_sys::clock;
 
@@ -133,6 +134,12 @@ pub(super) fn lower_floors(floor: &Floor, reached: u64, client: &UpstreamClient)
     let reached = reached.max(floor.record.highest_of_ready());
     let before = floor.versions().highest();
     let resource = &floor.record.name;
+    if before > reached {
+        // Without its floor, a version of a lost history cannot be recognised any more.
+        let (now, shown_by) = (clock::now(), "a client".into());
+        let seen = Expected { resource: Arc::clone(resource), version: before, shown_by, at: now };
+        upstream.restores.suspect(&seen, now);
+    }
     upstream.version_floors.lower_all(resource, reached);
     let group = group_of(resource);
     let name = &*upstream.name;

@@ -45,6 +45,33 @@ pub enum FaultKind {
     Remove,
     /// The nodes' upstream is replaced by a reload, so its pools end; the apiserver does not matter. It does not end.
     ReplaceUpstream,
+    /// The apiservers do not accept the tokens of service accounts any more. At the end, the clients have new ones.
+    RevokeTokens,
+    /// A backup of etcd is made. It does not end.
+    BackUpEtcd,
+    /// etcd is restored from the last backup. The apiservers are killed before, and start again after it. It does not end.
+    RestoreEtcd,
+    /// SIGSTOP of jackstay on the node of this number, and SIGCONT at the end.
+    ProxyStop,
+    /// SIGKILL of jackstay on the node of this number, and a restart at the end.
+    ProxyKill,
+    /// SIGTERM of jackstay on the node of this number. It starts again when it has drained. It does not end.
+    ProxyDrain,
+}
+
+impl FaultKind {
+    /// Whether it is one of all apiservers or of jackstay, so that the number is not that of an apiserver.
+    pub(crate) fn is_of_no_server(self) -> bool {
+        matches!(
+            self,
+            Self::RevokeTokens
+                | Self::BackUpEtcd
+                | Self::RestoreEtcd
+                | Self::ProxyStop
+                | Self::ProxyKill
+                | Self::ProxyDrain
+        )
+    }
 }
 
 /// A fault of one apiserver.
@@ -52,7 +79,7 @@ pub enum FaultKind {
 pub struct Fault {
     /// What goes wrong.
     pub kind: FaultKind,
-    /// The apiserver.
+    /// The apiserver, or the node for a fault of jackstay.
     pub server: usize,
     /// When it begins.
     pub at: Duration,
@@ -70,7 +97,7 @@ impl Fault {
                 | FaultKind::Compact
                 | FaultKind::ReplaceUpstream
         );
-        self.until.is_none() && !ends
+        self.until.is_none() && !ends && !self.kind.is_of_no_server()
     }
 
     /// Whether packets of established connections do not arrive for ever.

@@ -24,6 +24,8 @@ pub struct Findings {
     pub failed_writes: u64,
     /// The longest time that a write took.
     pub slowest_write: Duration,
+    /// Requests that were refused because the apiservers do not accept their token any more.
+    pub unauthorized: u64,
     /// Events that informers received.
     pub events: u64,
     /// The longest time from a change to an informer.

@@ -11,14 +11,17 @@
 
 use std::time::Duration;
 
+use crate::credential::Credential;
 use crate::faults::{Fault, FaultKind, random_fault};
 use crate::invariants::Promises;
 
 /// What clients do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Role {
-    /// Each reads ten times a second.
+    /// Each reads ten times a second, by turns config maps, which the writers change, and pods.
     Readers,
+    /// Each reads config maps ten times a second, and names the versions that it has seen.
+    VersionReaders,
     /// Each writes five times a second.
     Writers,
     /// Informers, by turns of config maps, which the writers change, and of pods, which stay as they are.
@@ -50,6 +53,10 @@ pub struct Sim {
     pub(crate) max_streams: usize,
     pub(crate) link: Option<(Duration, Duration)>,
     pub(crate) rate: u64,
+    pub(crate) drain_timeout: Duration,
+    credentials: Vec<Credential>,
+    pub(crate) has_identities: bool,
+    pub(crate) has_identity_lane: bool,
 }
 
 impl Sim {
@@ -66,6 +73,10 @@ impl Sim {
             max_streams: 100,
             link: None,
             rate: 0,
+            drain_timeout: Duration::from_secs(6),
+            credentials: vec![Credential::Certificate],
+            has_identities: true,
+            has_identity_lane: true,
         }
     }
 
@@ -116,6 +127,40 @@ impl Sim {
     pub fn rate(mut self, rate: u64) -> Self {
         self.rate = rate;
         self
+    }
+
+    /// The clients have these credentials by turns, in place of the certificate of their node.
+    #[must_use]
+    pub fn credentials(mut self, credentials: &[Credential]) -> Self {
+        self.credentials = credentials.to_vec();
+        self
+    }
+
+    /// Sets `shutdown.drain_timeout`: how long requests go on when jackstay ends, or their upstream is replaced.
+    #[must_use]
+    pub fn drain_timeout(mut self, timeout: Duration) -> Self {
+        self.drain_timeout = timeout;
+        self
+    }
+
+    /// jackstay has no certificate (`identities`), so it probes without a credential, and every client has a token.
+    #[must_use]
+    pub fn without_identities(mut self) -> Self {
+        self.has_identities = false;
+        self
+    }
+
+    /// The workers serve the clients with a certificate themselves (`identity_lane: false`).
+    #[must_use]
+    pub fn without_identity_lane(mut self) -> Self {
+        self.has_identity_lane = false;
+        self
+    }
+
+    /// The credential of a client, by its number on its node.
+    pub(crate) fn credential_of(&self, at: usize) -> Credential {
+        let turns = self.credentials.len().max(1);
+        self.credentials.get(at % turns).copied().unwrap_or(Credential::Certificate)
     }
 
     /// Adds a fault of a server, from the beginning; see [`Self::at`].

@@ -46,3 +46,13 @@ fn read_does_not_go_back_when_a_cache_lags() {
         assert!(!text.contains("goes back"), "{text}");
     }
 }
+
+/// The program broke this in both seeds of the profile `sim`: it did not save the floors that clients raised in its drain,
+/// and reads lowered the floors by which it recognises a restore.
+#[test]
+fn clients_keep_their_floors_in_a_drain_and_list_again_after_a_restore() {
+    for (scenario, seed) in [("proxy-drained", "3"), ("restored-etcd", "12")] {
+        let (text, kept) = run(&["--scenario", scenario, "--seed", seed]);
+        assert!(kept, "{text}");
+    }
+}

@@ -34,19 +34,27 @@ impl<'a> Floor<'a> {
     }
 }
 
-/// Whose floor: of all clients, or of a group, for a resource. What a bookmark shows says nothing of objects in other
+/// Whose floor: of all clients, or of a group since its floors were lost last, for a resource. What a bookmark shows says nothing of objects in other
 /// namespaces, so gets have floors without them.
-type FloorKey = (Option<u32>, &'static str, bool);
+type FloorKey = (Option<(u32, usize)>, &'static str, bool);
 
-pub(super) fn check(history: &History, observations: &[Observation], findings: &mut Findings) {
-    let mut by_end: Vec<_> = observations.iter().collect();
+/// `epoch`: the history that all observations are of.
+pub(super) fn check(
+    (history, epoch): (&History, &History),
+    observations: &[&Observation],
+    findings: &mut Findings,
+) {
+    let group_of = |seen: &Observation| {
+        seen.client.group.map(|group| (group, history.generation(group, seen.ended)))
+    };
+    let mut by_end = observations.to_vec();
     by_end.sort_by_key(|observation| observation.ended.order);
     let mut floors: BTreeMap<FloorKey, Floor<'_>> = BTreeMap::new();
     for by in by_end {
         let Some(version) = shown_version(&by.seen) else { continue };
         let resource = by.collection.resource;
         let is_bookmark = matches!(by.seen, Seen::Bookmark(_));
-        for group in [None, by.client.group] {
+        for group in [None, group_of(by)] {
             for with_bookmarks in [false, true] {
                 if with_bookmarks || !is_bookmark {
                     let floor = floors.entry((group, resource, with_bookmarks)).or_default();
@@ -56,12 +64,12 @@ pub(super) fn check(history: &History, observations: &[Observation], findings: &
         }
     }
     let mut collections: BTreeMap<Collection, CollectionHistory<'_>> = BTreeMap::new();
-    for read in observations {
+    for &read in observations {
         let collection = read.collection;
         let changes = collections
             .entry(collection)
-            .or_insert_with(|| history.collection(collection.resource, collection.namespace));
-        if let Some(fault) = fault(&floors, changes, read) {
+            .or_insert_with(|| epoch.collection(collection.resource, collection.namespace));
+        if let Some(fault) = fault((&floors, group_of(read)), changes, read) {
             let (client, request) = (read.client.number, read.request);
             findings.violation(format!("client {client}: request {request}: {fault}"));
         }
@@ -81,7 +89,7 @@ fn shown_version(seen: &Seen) -> Option<u64> {
 }
 
 fn fault(
-    floors: &BTreeMap<FloorKey, Floor<'_>>,
+    (floors, group): (&BTreeMap<FloorKey, Floor<'_>>, Option<(u32, usize)>),
     changes: &CollectionHistory<'_>,
     read: &Observation,
 ) -> Option<String> {
@@ -98,10 +106,17 @@ fn fault(
             describe(&read.seen)
         ));
     }
+    if let (Recency::Exact(version), Seen::List { version: shown, .. }) = (recency, &read.seen)
+        && *shown != version
+    {
+        return Some(format!("{} and not at {version}, which it asks for", describe(&read.seen)));
+    }
     let group = match recency {
+        // jackstay leaves such a version as it is.
+        Recency::Exact(_) | Recency::NotOlderThan(_) => return None,
         // As new as what any client has seen.
         Recency::MostRecent => None,
-        Recency::Any | Recency::NotOlderThan(_) => Some(read.client.group?),
+        Recency::Any => Some(group?),
     };
     let floor = floors.get(&(group, read.collection.resource, is_list))?;
     let before = floor.before(read.began.order)?;

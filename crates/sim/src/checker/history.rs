@@ -3,6 +3,8 @@
 use std::collections::{BTreeMap, HashMap};
 use std::time::Instant;
 
+use super::observation::Moment;
+
 /// How an object has changed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ChangeKind {
@@ -49,6 +51,21 @@ pub struct History {
     /// `Audit-ID`). They show what `changes` cannot: an update that is carried out twice in a row changes the object
     /// once, and a deletion leaves no token.
     pub carried_out: Vec<u64>,
+    /// The restores from a backup, in their order. Versions are compared within an *epoch*, which a restore ends.
+    pub restores: Vec<Restore>,
+    /// The groups of clients whose floors were lost, and when: jackstay was killed, which saves them once a minute.
+    pub forgotten: Vec<(u32, Moment)>,
+}
+
+/// The store is replaced by a backup: its version goes back, and what was committed since is lost.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Restore {
+    /// When it was made. All that is seen later is of the restored store: no apiserver runs at this moment.
+    pub at: Moment,
+    /// The number of changes before it, those of lost histories too.
+    pub changes: usize,
+    /// The version of the backup.
+    pub version: u64,
 }
 
 /// The changes of one resource, in one namespace or in all.
@@ -60,6 +77,38 @@ pub(super) struct CollectionHistory<'a> {
 }
 
 impl History {
+    /// The history of each epoch.
+    pub(super) fn epochs(&self) -> Vec<Self> {
+        let (mut epochs, mut current, mut from) = (Vec::new(), Vec::new(), 0);
+        let of = |changes| Self { changes, ..Self::default() };
+        for restore in &self.restores {
+            current.extend_from_slice(&self.changes[from..restore.changes]);
+            let kept = current.partition_point(|change| change.version <= restore.version);
+            let kept = current[..kept].to_vec();
+            epochs.push(of(std::mem::replace(&mut current, kept)));
+            from = restore.changes;
+        }
+        current.extend_from_slice(&self.changes[from..]);
+        epochs.push(of(current));
+        epochs
+    }
+
+    /// The number of the epoch of a moment.
+    pub(super) fn epoch_of(&self, moment: Moment) -> usize {
+        self.restores.partition_point(|restore| restore.at < moment)
+    }
+
+    /// The highest version up to which the histories of two epochs are the same.
+    pub(super) fn common_version(&self, earlier: usize, later: usize) -> u64 {
+        let between = &self.restores[earlier.min(later)..later];
+        between.iter().map(|restore| restore.version).min().unwrap_or(u64::MAX)
+    }
+
+    /// How often the floors of a group were lost before a moment.
+    pub(super) fn generation(&self, group: u32, moment: Moment) -> usize {
+        self.forgotten.iter().filter(|(lost, at)| *lost == group && *at < moment).count()
+    }
+
     /// The version of the last change.
     pub fn version(&self) -> u64 {
         self.changes.last().map_or(0, |change| change.version)

@@ -45,6 +45,8 @@ pub enum Recency {
     Any,
     /// This version or a later one.
     NotOlderThan(u64),
+    /// Exactly this version, of a list.
+    Exact(u64),
 }
 
 /// An object as a read has shown it.

@@ -6,9 +6,9 @@ use super::history::{ChangeKind, CollectionHistory, History, Replay};
 use super::observation::{Collection, Observation, Seen, ShownObject};
 use crate::invariants::Findings;
 
-pub(super) fn check(history: &History, observations: &[Observation], findings: &mut Findings) {
+pub(super) fn check(history: &History, observations: &[&Observation], findings: &mut Findings) {
     let mut reads: BTreeMap<Collection, Vec<&Observation>> = BTreeMap::new();
-    for observation in observations {
+    for &observation in observations {
         if matches!(observation.seen, Seen::Object { shown: Some(_), .. } | Seen::List { .. }) {
             reads.entry(observation.collection).or_default().push(observation);
         }

@@ -4,6 +4,8 @@ use std::time::{Duration, Instant};
 
 use super::*;
 
+mod restores;
+
 const MAPS: Collection = Collection::CONFIG_MAPS;
 
 /// A run of which each observation begins and ends at the numbers of moments that are given, in milliseconds.
@@ -58,7 +60,7 @@ impl Table {
             kind,
             token: Some(if kind == Deleted { 2 } else { version }),
         });
-        let history = History { changes: changes.into(), carried_out: Vec::new() };
+        let history = History { changes: changes.into(), ..History::default() };
         Self { start, history, observations: Vec::new() }
     }
 
@@ -106,7 +108,7 @@ fn of_one(seen: impl IntoIterator<Item = Seen>) -> Vec<String> {
 }
 
 use ChangeKind::{Added, Deleted, Modified};
-use Recency::{Any, MostRecent, NotOlderThan};
+use Recency::{Any, Exact, MostRecent, NotOlderThan};
 use WriteOutcome::{Done, Refused, Unknown};
 
 #[test]
@@ -263,7 +265,10 @@ fn read_that_is_older_than_an_earlier_one_of_its_group_goes_back() {
         (event(Modified, "a", 4, 4), get(Any, "a", 3, 3), true),
         (Seen::Bookmark(5), full(4), true),
         (Seen::Bookmark(5), get(Any, "b", 2, 2), false),
-        // A version that the request names is a floor of its own.
+        // A version that the request names is a floor of its own, and the only one.
+        (full(5), list(NotOlderThan(4), 4, &[("a", 4), ("b", 2)]), false),
+        (full(5), list(Exact(4), 4, &[("a", 4), ("b", 2)]), false),
+        (full(3), list(Exact(3), 4, &[("a", 4), ("b", 2)]), true),
         (full(3), get(NotOlderThan(4), "a", 3, 3), true),
         (full(3), list(NotOlderThan(4), 4, &[("a", 4), ("b", 2)]), false),
     ] {

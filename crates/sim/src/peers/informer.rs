@@ -137,7 +137,9 @@ impl Informer {
             Recency::MostRecent => format!("limit={PAGE}"),
             Recency::Any => format!("limit={PAGE}&resourceVersion=0"),
             // With a limit an apiserver would ask etcd.
-            Recency::NotOlderThan(version) => format!("resourceVersion={version}"),
+            Recency::NotOlderThan(version) | Recency::Exact(version) => {
+                format!("resourceVersion={version}")
+            }
         };
         (recency, query)
     }
@@ -202,11 +204,16 @@ impl Informer {
         let outgoing = Outgoing::get(target);
         let began = clock::now();
         let client = self.peer.client.clone();
+        let was_revoked = client.is_revoked();
         let opened = tokio::select! {
             biased;
             () = self.peer.stop.stopped() => return Next::Stop,
             opened = client.open(request, &outgoing) => opened,
         };
+        if let Ok(response) = &opened {
+            let status = response.head.status.as_u16();
+            self.peer.check_credential(request, status, was_revoked);
+        }
         let response = match opened {
             Ok(response) if response.head.status == 200 => response,
             Ok(response) => {
@@ -215,7 +222,9 @@ impl Informer {
                 return if status == 429 { Next::WatchLater } else { Next::List };
             }
             Err(failure) => {
-                self.peer.observer.findings().watches_broken += 1;
+                // A refused connection has broken none.
+                let is_broken = failure != Failure::Refused;
+                self.peer.observer.findings().watches_broken += u64::from(is_broken);
                 self.peer.log(|| format!("request {request}: watch: {}", failure.as_str()));
                 return if failure == Failure::Refused { Next::WatchLater } else { Next::List };
             }

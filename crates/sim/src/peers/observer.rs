@@ -47,7 +47,7 @@ impl Observer {
         std::mem::take(&mut *self.0.borrow_mut())
     }
 
-    pub(super) fn findings(&self) -> RefMut<'_, Findings> {
+    pub(crate) fn findings(&self) -> RefMut<'_, Findings> {
         RefMut::map(self.0.borrow_mut(), |record| &mut record.findings)
     }
 
@@ -56,10 +56,15 @@ impl Observer {
     }
 
     /// The present, after all moments before.
-    pub(super) fn moment(&self) -> Moment {
+    pub(crate) fn moment(&self) -> Moment {
         let record = &mut *self.0.borrow_mut();
         record.moments += 1;
         Moment { order: record.moments, at: clock::now() }
+    }
+
+    /// Whether the log is on.
+    pub(crate) fn is_logging(&self) -> bool {
+        self.0.borrow().lines.is_some()
     }
 
     /// Adds a line to the log.

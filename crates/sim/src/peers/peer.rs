@@ -53,11 +53,15 @@ impl Peer {
     pub(super) async fn call(&self, outgoing: &Outgoing, limit: Duration) -> EndedRequest {
         let request = self.client.next_request();
         let began = self.observer.moment();
+        let was_revoked = self.client.is_revoked();
         let answer = tokio::select! {
             biased;
             answer = self.client.call(request, outgoing, limit) => Some(answer),
             () = self.stop.stopped() => None,
         };
+        if let Some(Ok(answer)) = &answer {
+            self.check_credential(request, answer.status, was_revoked);
+        }
         let ended = EndedRequest { request, began, ended: self.observer.moment(), answer };
         self.observer.log(|| {
             let result = match &ended.answer {
@@ -74,6 +78,20 @@ impl Peer {
             self.violation(request, "its wait for a stream was lost");
         }
         ended
+    }
+
+    /// Whether a request is refused by 401 exactly if the apiservers do not accept its token. `was_revoked`: whether that was
+    /// so when it was made; it may have changed since.
+    pub(super) fn check_credential(&self, request: u64, status: u16, was_revoked: bool) {
+        let is_revoked = self.client.is_revoked();
+        if status == 401 {
+            self.observer.findings().unauthorized += 1;
+            if !was_revoked && !is_revoked {
+                self.violation(request, "401 with a credential that the apiservers accept");
+            }
+        } else if was_revoked && is_revoked && (200..300).contains(&status) {
+            self.violation(request, "served with a token that no apiserver accepts");
+        }
     }
 
     /// Records what a request has shown.

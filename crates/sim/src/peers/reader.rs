@@ -1,5 +1,7 @@
 //! Reads objects and lists at an interval, from any state and most recent.
 
+use std::cell::Cell;
+use std::rc::Rc;
 use std::time::Duration;
 
 use tokio::task::JoinSet;
@@ -21,6 +23,8 @@ pub struct ReaderPlan {
     pub objects: u32,
     /// The time between two requests, which do not wait for each other.
     pub interval: Duration,
+    /// Whether it names the highest version that it has seen, in three of four reads.
+    pub names_versions: bool,
 }
 
 #[derive(Debug, Clone)]
@@ -32,8 +36,31 @@ struct Read {
 }
 
 impl Read {
+    /// `highest`: the highest version of a list that the reader has seen.
+    fn nth(plan: &ReaderPlan, number: u32, highest: u64) -> Self {
+        if plan.names_versions && highest > 0 {
+            return Self::of_version(plan, number, highest);
+        }
+        Self::of_any(plan, number)
+    }
+
+    /// Of four reads one is a most recent list, and the others name a version: a list of exactly that, and a list and an
+    /// object that are not older.
+    fn of_version(plan: &ReaderPlan, number: u32, version: u64) -> Self {
+        let (name, recency) = match number % 4 {
+            0 => (None, Recency::MostRecent),
+            1 => (None, Recency::Exact(version)),
+            2 => (None, Recency::NotOlderThan(version)),
+            _ => {
+                let name = format!("o{}", fastrand::u32(0..plan.objects.max(1)));
+                (Some(name), Recency::NotOlderThan(version))
+            }
+        };
+        Self { collection: plan.collection, name, recency }
+    }
+
     /// Of eight reads two are lists; a half is most recent.
-    fn nth(plan: &ReaderPlan, number: u32) -> Self {
+    fn of_any(plan: &ReaderPlan, number: u32) -> Self {
         let name = (!number.is_multiple_of(4))
             .then(|| format!("o{}", fastrand::u32(0..plan.objects.max(1))));
         let is_any = if name.is_none() { number.is_multiple_of(8) } else { number % 2 == 1 };
@@ -50,6 +77,9 @@ impl Read {
             Recency::MostRecent => path,
             Recency::Any => format!("{path}?resourceVersion=0"),
             Recency::NotOlderThan(version) => format!("{path}?resourceVersion={version}"),
+            Recency::Exact(version) => {
+                format!("{path}?resourceVersion={version}&resourceVersionMatch=Exact")
+            }
         })
     }
 }
@@ -57,6 +87,7 @@ impl Read {
 /// Reads until the client is stopped.
 pub async fn run(peer: Peer, plan: ReaderPlan) {
     let mut reads = JoinSet::new();
+    let highest = Rc::new(Cell::new(0));
     peer.pause_part(plan.interval).await;
     let mut timer = tokio::time::interval(plan.interval);
     for number in 1.. {
@@ -66,19 +97,24 @@ pub async fn run(peer: Peer, plan: ReaderPlan) {
             _ = timer.tick() => {}
         }
         while reads.try_join_next().is_some() {}
-        let (peer, read) = (peer.clone(), Read::nth(&plan, number));
+        let (peer, highest) = (peer.clone(), Rc::clone(&highest));
+        let read = Read::nth(&plan, number, highest.get());
         reads.spawn_local(async move {
             let ended = peer.call(&read.outgoing(), TIMEOUT).await;
-            finish(&peer, &read, &ended);
+            finish(&peer, &read, &ended, &highest);
         });
     }
     while reads.join_next().await.is_some() {}
     peer.ended();
 }
 
-fn finish(peer: &Peer, read: &Read, ended: &EndedRequest) {
+fn finish(peer: &Peer, read: &Read, ended: &EndedRequest, highest: &Cell<u64>) {
     if ended.answer.is_none() {
         return peer.observer.findings().read_open(ended.took());
+    }
+    if ended.status() == Some(401) {
+        // [`Peer::call`] counts it.
+        return;
     }
     peer.observer.findings().read(ended.status() == Some(200), ended.took());
     let Some(Ok(answer)) = &ended.answer else { return };
@@ -101,7 +137,12 @@ fn finish(peer: &Peer, read: &Read, ended: &EndedRequest) {
         {
             peer.violation(ended.request, "the response of another request");
         }
-        Some(seen) => peer.saw(read.collection, ended, seen),
+        Some(seen) => {
+            if let Seen::List { version, .. } = seen {
+                highest.set(highest.get().max(version));
+            }
+            peer.saw(read.collection, ended, seen);
+        }
         None => peer.violation(ended.request, "an unreadable body"),
     }
 }

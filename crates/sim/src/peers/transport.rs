@@ -34,7 +34,7 @@ const AGENT: HeaderValue = HeaderValue::from_static("jackstay-sim");
 /// How a client differs from the usual one.
 #[derive(Debug, Clone)]
 pub struct ClientOptions {
-    /// The bearer token.
+    /// The bearer token. See [`Client::set_token`].
     pub token: Option<String>,
     /// Window of a stream in bytes.
     pub stream_window: u32,
@@ -72,7 +72,9 @@ pub struct Client(Rc<Shared>);
 struct Shared {
     to: Destination,
     options: ClientOptions,
-    authorization: Option<HeaderValue>,
+    authorization: RefCell<Option<HeaderValue>>,
+    /// Whether the apiservers do not accept the token.
+    is_revoked: Cell<bool>,
     authority: String,
     connections: RefCell<Vec<Rc<Connection>>>,
     /// A connection was established or has ended.
@@ -157,10 +159,7 @@ impl Client {
     ) -> Self {
         tls.alpn_protocols = vec![b"h2".to_vec()];
         tls.resumption = Resumption::disabled();
-        let authorization = options
-            .token
-            .as_ref()
-            .and_then(|token| HeaderValue::try_from(format!("Bearer {token}")).ok());
+        let authorization = RefCell::new(options.token.as_deref().and_then(bearer));
         let to = Destination {
             network,
             address,
@@ -172,6 +171,7 @@ impl Client {
             to,
             options,
             authorization,
+            is_revoked: Cell::new(false),
             authority: address.to_string(),
             connections: RefCell::default(),
             changed: Notify::new(),
@@ -179,6 +179,22 @@ impl Client {
             sent: Cell::new(0),
             dials: Cell::new(0),
         }))
+    }
+
+    /// The token of requests from now on, which the apiservers accept. Connections stay.
+    pub fn set_token(&self, token: &str) {
+        self.0.authorization.replace(bearer(token));
+        self.0.is_revoked.set(false);
+    }
+
+    /// The apiservers do not accept the token from now on.
+    pub fn token_revoked(&self) {
+        self.0.is_revoked.set(true);
+    }
+
+    /// Whether the apiservers do not accept the token.
+    pub fn is_revoked(&self) -> bool {
+        self.0.is_revoked.get()
     }
 
     /// A number for the next request. Numbers are not used again.
@@ -295,7 +311,7 @@ impl Client {
         if let Some(headers) = head.headers_mut() {
             headers.insert(ACCEPT, JSON);
             headers.insert(USER_AGENT, AGENT);
-            if let Some(authorization) = &self.0.authorization {
+            if let Some(authorization) = &*self.0.authorization.borrow() {
                 headers.insert(AUTHORIZATION, authorization.clone());
             }
             if let Some((content_type, _)) = &outgoing.body {
@@ -388,6 +404,11 @@ impl Client {
     pub fn dials(&self) -> u64 {
         self.0.dials.get()
     }
+}
+
+/// The value of `authorization`.
+fn bearer(token: &str) -> Option<HeaderValue> {
+    HeaderValue::try_from(format!("Bearer {token}")).ok()
 }
 
 impl Drop for Shared {

@@ -113,8 +113,8 @@ fn remember(versions: &mut Versions, name: String, version: Option<u64>) {
 fn finish(peer: &Peer, write: &Write, ended: &EndedRequest) -> Option<u64> {
     if ended.answer.is_none() {
         peer.observer.findings().write_open(ended.took());
-    } else {
-        // An own object may be missing or present, because an earlier write has failed.
+    } else if ended.status() != Some(401) {
+        // An own object may be missing or present, because an earlier write has failed. [`Peer::call`] counts 401.
         let ok = matches!(ended.status(), Some(200 | 201 | 404 | 409));
         peer.observer.findings().write(ok, ended.took());
     }

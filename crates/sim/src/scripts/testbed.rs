@@ -154,7 +154,7 @@ impl Testbed {
         let mut world = self.world.borrow_mut();
         world.start_node(&self.sim, change).expect("jackstay starts");
         let node = world.nodes.len() - 1;
-        let program = Rc::clone(&world.nodes[node].program);
+        let program = world.nodes[node].program();
         Proxy { program, host: (self.sim.endpoints + node) as HostId }
     }
 
@@ -317,7 +317,7 @@ impl Proxy {
 
     /// Begins to drain, as SIGTERM does.
     pub fn drain(&self) {
-        self.program.drain();
+        self.program.begin_drain();
     }
 
     /// Waits until so many endpoints are ready and have a connection for clients.

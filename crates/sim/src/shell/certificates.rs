@@ -53,7 +53,7 @@ impl Certificates {
         self.pki.server_for(hosts, Validity::usual())
     }
 
-    /// TLS of a client with the certificate of the node.
+    /// TLS of a client, with the certificate of the node or without one.
     ///
     /// # Errors
     /// rustls does not accept the certificate.

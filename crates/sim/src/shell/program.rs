@@ -5,6 +5,7 @@
 
 use std::cell::RefCell;
 use std::collections::HashMap;
+use std::convert::Infallible;
 use std::fmt::Write as _;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -13,12 +14,14 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
+use arc_swap::ArcSwap;
+use jackstay::app::SocketId;
 use jackstay::app::active::ActiveConfig;
 use jackstay::app::drain_signal::DrainSignal;
 use jackstay::app::worker::{Command, Role, WorkerSetup};
 use jackstay::config::Config;
 use jackstay::control::endpoint_set::EndpointSetWriter;
-use jackstay::control::saved_floors;
+use jackstay::control::saved_floors::{self, LAST_WRITE};
 use jackstay::net::loaded_files::LoadedFiles;
 use jackstay::observe::{Liveness, Metrics};
 use jackstay::proxy::identity_lane::IdentityLane;
@@ -30,7 +33,7 @@ use jackstay_sys::sockets::stream::DetachedListener;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::sync::watch;
 use tokio::task::{JoinHandle, spawn_local};
-use tokio::time::interval;
+use tokio::time::{interval, timeout};
 
 use super::certificates::Certificates;
 use crate::net::ProcessId;
@@ -40,13 +43,8 @@ use crate::net::sockets::SocketNetwork;
 pub const PORT: u16 = 7443;
 /// The port of the listener after [`Program::replace_upstream`]. Connections to [`PORT`] remain.
 const SECOND_PORT: u16 = PORT + 1;
-/// `shutdown.drain_timeout`: how long the requests of a replaced upstream go on.
-const REPLACED_WITHIN: Duration = Duration::from_millis(300);
 /// The port of the apiservers.
 pub const APISERVER_PORT: u16 = 6443;
-
-/// The place of the identity lane among the workers. It has no sockets.
-const IDENTITY_LANE: usize = 0;
 
 /// What a run configures; the rest has the program's defaults.
 #[derive(Debug, Clone)]
@@ -57,6 +55,14 @@ pub struct Configuration {
     pub ping_interval: Duration,
     /// `connections.max`.
     pub max_connections: usize,
+    /// Whether the listener has the certificate of the node (`identities`).
+    pub has_identities: bool,
+    /// Whether clients with a certificate are served by a worker of their own (`identity_lane`).
+    pub has_identity_lane: bool,
+    /// `shutdown.drain_timeout`.
+    pub drain_timeout: Duration,
+    /// Where it keeps the floors of its clients.
+    pub state_dir: PathBuf,
     /// Changes the rest.
     pub change: fn(&mut Config),
 }
@@ -68,7 +74,7 @@ pub struct Program {
     pub metrics: Arc<Metrics>,
     parts: Parts,
     current: RefCell<Current>,
-    held: Held,
+    control: Control,
 }
 
 /// What all configurations of the process are made of.
@@ -93,18 +99,24 @@ struct Current {
 
 /// What the control thread holds as long as the process runs.
 #[derive(Debug)]
-struct Held {
+struct Control {
+    /// Becomes true with the termination signal.
     drain: watch::Sender<bool>,
-    /// Nothing says that all sockets are closed, or that connections are to close at once.
-    _signals: [watch::Sender<bool>; 2],
-    /// The workers end without them.
+    /// Becomes true when no worker accepts any more.
+    sockets_closed: watch::Sender<bool>,
+    _force: watch::Sender<bool>,
+    /// The workers end without them. The last one accepts.
     commands: Vec<UnboundedSender<Command>>,
+    /// The number of workers that have ended.
+    ended: watch::Receiver<usize>,
+    /// Becomes true when the process ends.
+    end: watch::Sender<bool>,
 }
 
 impl Program {
     /// Begins to drain, as SIGTERM does. The workers do not wait for each other's sockets.
-    pub fn drain(&self) {
-        self.held.drain.send_replace(true);
+    pub fn begin_drain(&self) {
+        self.control.drain.send_replace(true);
     }
 
     /// Its metrics as a scrape shows them.
@@ -128,38 +140,64 @@ impl Program {
     }
 
     /// Applies a configuration whose upstream has another name, as a reload does. The pools of the old one end when
-    /// their requests have, at the latest after [`REPLACED_WITHIN`].
+    /// their requests have, at the latest after the drain timeout.
     ///
     /// # Errors
     /// The second port has a listener.
     pub fn replace_upstream(&self) -> io::Result<()> {
         let second = ("replaced", SECOND_PORT);
         let active = self.parts.load(second, &self.metrics)?;
-        for (number, commands) in self.held.commands.iter().enumerate() {
-            let port = (number != IDENTITY_LANE).then_some(SECOND_PORT);
-            send(commands, self.parts.apply(&active, port)?)?;
-        }
-        let next = Current::start(active, &self.held.drain.subscribe());
-        let last = self.current.replace(next);
+        self.control.apply(&self.parts, &active, SECOND_PORT)?;
+        let last = self.current.replace(Current::start(active, &self.control));
         last.tasks.iter().for_each(JoinHandle::abort);
         Ok(())
+    }
+
+    /// SIGTERM: closes the socket, drains, and returns when all workers have ended. Does what the control thread does
+    /// (`app/control/drain.rs`).
+    pub async fn drain(&self) {
+        let Control { drain, sockets_closed, commands, ended, end, .. } = &self.control;
+        drain.send_replace(true);
+        let (done, mut closed) = unbounded_channel::<Infallible>();
+        for worker in commands {
+            // It fails if the worker has ended.
+            let _ = worker.send(Command::CloseSockets(done.clone()));
+        }
+        drop(done);
+        closed.recv().await;
+        sockets_closed.send_replace(true);
+        // The senders are tasks of the process.
+        let _ = ended.clone().wait_for(|ended| *ended == commands.len()).await;
+        end.send_replace(true);
+        let _ = timeout(LAST_WRITE, end.closed()).await;
     }
 }
 
 impl Current {
     /// Starts the tasks of the upstreams.
-    fn start(active: ActiveConfig, draining: &watch::Receiver<bool>) -> Self {
+    fn start(active: ActiveConfig, control: &Control) -> Self {
         let writers = active.upstreams.iter().map(|one| EndpointSetWriter::new(Arc::clone(one)));
         let writers: Vec<_> = writers.collect();
         let mut tasks = Vec::new();
         for upstream in &active.upstreams {
             tasks.push(spawn_local(jackstay::control::canary::run(Arc::clone(upstream))));
-            // Without a directory, as configured.
-            let (drain, end) = (draining.clone(), draining.clone());
-            let floors = saved_floors::run(Arc::clone(upstream), Arc::default(), drain, end);
+            let state_dir = Arc::new(ArcSwap::from_pointee(active.config.state_dir.clone()));
+            let (drain, end) = (control.drain.subscribe(), control.end.subscribe());
+            let floors = saved_floors::run(Arc::clone(upstream), state_dir, drain, end);
             tasks.push(spawn_local(floors));
         }
         Self { active, writers, tasks }
+    }
+}
+
+impl Control {
+    /// Makes the workers serve this configuration, with listeners on this port.
+    fn apply(&self, parts: &Parts, active: &ActiveConfig, port: u16) -> io::Result<()> {
+        let Some((worker, lane)) = self.commands.split_last() else { return Ok(()) };
+        for lane in lane {
+            send(lane, Parts::apply(active, HashMap::new()))?;
+        }
+        send(worker, Parts::apply(active, parts.listen(active, port)?))
     }
 }
 
@@ -176,20 +214,26 @@ impl Parts {
             .map_err(|error| io::Error::other(error.to_string()))
     }
 
-    /// The command to serve this configuration, with listeners on this port.
-    fn apply(&self, active: &ActiveConfig, port: Option<u16>) -> io::Result<Command> {
+    /// The sockets of the listeners of this configuration, on this port.
+    fn listen(&self, active: &ActiveConfig, port: u16) -> io::Result<Sockets> {
         let mut sockets = HashMap::new();
-        if let Some(port) = port {
-            for (id, _) in active.listeners.iter().flat_map(|listener| &listener.sockets) {
-                let listener = self.network.listen(self.process, port)?;
-                sockets.insert(*id, vec![DetachedListener::Virtual(listener)]);
-            }
+        for (id, _) in active.listeners.iter().flat_map(|listener| &listener.sockets) {
+            let listener = self.network.listen(self.process, port)?;
+            sockets.insert(*id, vec![DetachedListener::Virtual(listener)]);
         }
+        Ok(sockets)
+    }
+
+    /// The command to serve this configuration with these sockets.
+    fn apply(active: &ActiveConfig, sockets: Sockets) -> Command {
         // The workers drop it when they have applied the configuration, for which this function does not wait.
         let (applied, _) = unbounded_channel();
-        Ok(Command::Apply(active.desired_state(sockets), applied))
+        Command::Apply(active.desired_state(sockets), applied)
     }
 }
+
+/// The listening sockets of a worker.
+type Sockets = HashMap<SocketId, Vec<DetachedListener>>;
 
 fn send(worker: &UnboundedSender<Command>, command: Command) -> io::Result<()> {
     worker.send(command).map_err(|_| io::Error::other("a worker has ended"))
@@ -218,19 +262,22 @@ pub fn start(
     let (close, closed) = watch::channel(false);
     let (force, forced) = watch::channel(false);
     let signals = (DrainSignal::new(draining.clone(), closed), forced);
-    let commands = start_workers(&metrics, &signals);
-    send(&commands[IDENTITY_LANE], parts.apply(&active, None)?)?;
-    send(&commands[1], parts.apply(&active, Some(PORT))?)?;
-    let current = RefCell::new(Current::start(active, &draining));
+    let (count, ended) = watch::channel(0);
+    let (end, _) = watch::channel(false);
+    let commands = start_workers(configuration.has_identity_lane, &metrics, &signals, &count);
+    let control = Control { drain, sockets_closed: close, _force: force, commands, ended, end };
+    control.apply(&parts, &active, PORT)?;
+    let current = RefCell::new(Current::start(active, &control));
     spawn_local(upkeep(Arc::clone(&metrics)));
-    let held = Held { _signals: [close, force], drain, commands };
-    Ok(Rc::new(Program { metrics, parts, current, held }))
+    Ok(Rc::new(Program { metrics, parts, current, control }))
 }
 
-/// Starts the identity lane and a worker that accepts.
+/// Starts the identity lane, if there is one, and a worker that accepts. `ended` counts those that have ended.
 fn start_workers(
+    has_identity_lane: bool,
     metrics: &Arc<Metrics>,
     (drain, forced): &(DrainSignal, watch::Receiver<bool>),
+    ended: &watch::Sender<usize>,
 ) -> Vec<UnboundedSender<Command>> {
     let bodies = request_body::budget();
     let start = |name: &str, role| {
@@ -244,13 +291,22 @@ fn start_workers(
             force: forced.clone(),
             liveness: Liveness::new(name),
         };
-        spawn_local(worker.run_here(commands));
+        let (worker, ended) = (worker.run_here(commands), ended.clone());
+        spawn_local(async move {
+            worker.await;
+            ended.send_modify(|ended| *ended += 1);
+        });
         sender
     };
-    let (sender, connections) = unbounded_channel();
-    let lane = start("identity lane", Role::IdentityLane(connections));
-    let worker = start("worker 0", Role::Accept(Some(IdentityLane::new(sender))));
-    vec![lane, worker]
+    let mut workers = Vec::new();
+    let mut lane = None;
+    if has_identity_lane {
+        let (sender, connections) = unbounded_channel();
+        workers.push(start("identity lane", Role::IdentityLane(connections)));
+        lane = Some(IdentityLane::new(sender));
+    }
+    workers.push(start("worker 0", Role::Accept(lane)));
+    workers
 }
 
 /// As the control thread does.
@@ -267,14 +323,15 @@ impl Configuration {
         let mut text = String::new();
         let endpoints: Vec<_> = self.endpoints.iter().map(|one| format!("\"{one}\"")).collect();
         let (endpoints, directory) = (endpoints.join(", "), certificates.display());
-        let &Self { ping_interval, max_connections, .. } = self;
-        let interval = ping_interval.as_millis();
-        let drain = REPLACED_WITHIN.as_millis();
+        let &Self { ping_interval, max_connections, has_identity_lane, .. } = self;
+        let (interval, drain) = (ping_interval.as_millis(), self.drain_timeout.as_millis());
+        let state_dir = self.state_dir.display();
         // Writing to a string does not fail.
         let _ = write!(
             text,
             r#"
-state_dir: ""
+state_dir: {state_dir}
+identity_lane: {has_identity_lane}
 shutdown: {{ drain_timeout: {drain}ms }}
 upstreams:
   - name: {name}
@@ -287,10 +344,16 @@ listeners:
     bind: ["127.0.0.1:{port}"]
     upstream: {name}
     tls: {{ cert_file: {directory}/serving.pem, key_file: {directory}/serving.pem }}
-    client_ca_file: {directory}/ca.crt
-    identities: [{{ cert_file: {directory}/node.pem, key_file: {directory}/node.pem }}]
 "#
         );
+        if self.has_identities {
+            let _ = write!(
+                text,
+                r"    client_ca_file: {directory}/ca.crt
+    identities: [{{ cert_file: {directory}/node.pem, key_file: {directory}/node.pem }}]
+"
+            );
+        }
         text
     }
 }

@@ -2,39 +2,45 @@
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io;
-use std::net::{Ipv4Addr, SocketAddr};
+use std::net::SocketAddr;
 use std::rc::Rc;
 use std::time::{Duration, Instant, UNIX_EPOCH};
 
 use jackstay::config::Config;
 use jackstay::observe::Metrics;
-use jackstay_apiserver::cluster::Cluster;
+use jackstay_apiserver::cluster::{Cluster, Snapshot};
 use jackstay_core::endpoint_state::EndpointState;
 use jackstay_core::pool::EndpointKey;
 use jackstay_sys::clock;
 use jackstay_sys::simulation::SimulatedRun;
-use rustls::pki_types::ServerName;
 use tokio::time::{sleep, sleep_until};
 
 use super::certificates::Certificates;
 use super::process::Process;
-use super::program::{self, APISERVER_PORT, Configuration, PORT, Program};
+use super::program::{APISERVER_PORT, Configuration, Program};
 use super::servers::Apiserver;
-use super::traffic::{self, Sources};
+use super::traffic::Sources;
 use super::{kernel, panics, runtime, store};
-use crate::checker::{self, ClientId, Collection};
+use crate::checker::{self, Collection, Moment};
 use crate::faults::{Fault, FaultKind};
 use crate::fleet::{FleetRun, Sampler};
 use crate::invariants::Findings;
 use crate::net::sockets::SocketNetwork;
-use crate::net::{HostId, Link, ProcessId, SocketOptions};
+use crate::net::{HostId, Link};
 use crate::peers::bulk::BulkMode;
 use crate::peers::hostile::Hostility;
 use crate::peers::reader::ReaderPlan;
-use crate::peers::transport::{Client, ClientOptions};
 use crate::peers::writer::WriterPlan;
 use crate::peers::{self, Observer, Peer, Stop, Stopper};
 use crate::scenario::{Role, Sim};
+
+mod clients;
+mod faults;
+mod node;
+
+use self::clients::{Holder, check_users, log_own_requests};
+use self::node::Proxy;
+use super::store::StoreRestore;
 
 /// The date at the beginning of every run, since the epoch: 2030-01-01.
 const START: Duration = Duration::from_secs(1_893_456_000);
@@ -122,15 +128,19 @@ pub(crate) struct World {
     pub(crate) observer: Observer,
     stopper: Stopper,
     stop: Stop,
-    pub(crate) certificates: Certificates,
+    pub(crate) certificates: Rc<Certificates>,
+    /// The clients of all nodes.
+    holders: Vec<Holder>,
+    /// The last backup of etcd, and its version.
+    backup: Option<(Snapshot, u64)>,
+    restores: Vec<StoreRestore>,
+    /// The groups of clients whose floors were lost, and when.
+    forgotten: Vec<(u32, Moment)>,
 }
 
 /// jackstay on a host, and its clients.
 pub(crate) struct Node {
-    pub(crate) program: Rc<Program>,
-    /// The number of the process of jackstay.
-    number: ProcessId,
-    _process: Process,
+    proxy: Proxy,
     _clients: Vec<Process>,
 }
 
@@ -142,7 +152,7 @@ impl World {
                 (link.latency, link.jitter) = (latency, jitter);
             }
         });
-        let certificates = Certificates::new()?;
+        let certificates = Rc::new(Certificates::new()?);
         let cluster = store::filled(UNIX_EPOCH + START)?;
         if sim.roles().any(|role| role == Role::Bulk) {
             store::add_secrets(&cluster)?;
@@ -164,6 +174,10 @@ impl World {
             stopper,
             stop,
             certificates,
+            holders: Vec::new(),
+            backup: None,
+            restores: Vec::new(),
+            forgotten: Vec::new(),
         })
     }
 
@@ -172,7 +186,7 @@ impl World {
         Sampler {
             network: self.network.clone(),
             servers: self.servers.iter().map(|server| server.server().clone()).collect(),
-            programs: self.nodes.iter().map(|node| Rc::clone(&node.program)).collect(),
+            programs: self.nodes.iter().map(Node::program).collect(),
         }
     }
 
@@ -192,39 +206,22 @@ impl World {
             endpoints: servers.map(|server| SocketAddr::new(server, APISERVER_PORT)).collect(),
             ping_interval: sim.ping_interval,
             max_connections: sim.max_connections,
+            has_identities: sim.has_identities,
+            has_identity_lane: sim.has_identity_lane,
+            drain_timeout: sim.drain_timeout,
+            state_dir: self.certificates.directory().join(format!("state-{node}")),
             change,
         };
-        let number = self.network.add_process(host);
-        let (process, program) = Process::start_with(|| {
-            program::start(&configuration, &self.certificates, (&self.network, number))
-        });
+        let of = (&self.network, host);
+        let proxy = Proxy::start(of, node, configuration, &self.certificates, &self.observer)?;
         let mut clients = Vec::new();
         for (at, role) in sim.roles().enumerate() {
-            let client = (node * sim.roles().count() + at) as u16;
-            let peer = self.peer((host, client), node)?;
+            let number = (node * sim.roles().count() + at) as u16;
+            let peer = self.peer((host, number), (node, sim.credential_of(at)))?;
             clients.push(Process::start(run_client(peer, role)));
         }
-        let program = program?;
-        self.nodes.push(Node { program, number, _process: process, _clients: clients });
+        self.nodes.push(Node { proxy, _clients: clients });
         Ok(())
-    }
-
-    /// What a client of a node has.
-    fn peer(&self, (host, number): (HostId, u16), node: usize) -> io::Result<Peer> {
-        let network =
-            self.network.of_process_with(self.network.add_process(host), SocketOptions::go());
-        let address = (Ipv4Addr::LOCALHOST, PORT).into();
-        let name = ServerName::try_from("localhost").map_err(io::Error::other)?;
-        let tls = self.certificates.client()?;
-        let options =
-            ClientOptions { name: Some(traffic::client_name(node, number)), ..Default::default() };
-        let client = Client::new(network, address, tls, name, options);
-        Ok(Peer {
-            id: ClientId { number, group: Some(node as u32) },
-            client,
-            observer: self.observer.clone(),
-            stop: self.stop.clone(),
-        })
     }
 
     /// Lets the time pass, in which the faults begin and end.
@@ -262,11 +259,11 @@ impl World {
             FaultKind::ForgetFlows { .. } => {}
             FaultKind::Remove if begins => {
                 let address = SocketNetwork::address_of(host);
-                self.nodes.iter().for_each(|node| node.program.remove_endpoint(address));
+                self.nodes.iter().for_each(|node| node.program().remove_endpoint(address));
             }
             FaultKind::ReplaceUpstream if begins => {
                 for node in &self.nodes {
-                    node.program.replace_upstream()?;
+                    node.program().replace_upstream()?;
                 }
             }
             FaultKind::Loss(loss) => {
@@ -277,6 +274,7 @@ impl World {
                 let latency = if begins { latency } else { Link::local_network().latency };
                 self.network.change_links(host, |link| link.latency = latency);
             }
+            kind if kind.is_of_no_server() => self.change_other(fault, begins)?,
             kind => self.servers[fault.server].set_fault(kind, begins)?,
         }
         Ok(())
@@ -289,22 +287,28 @@ impl World {
     }
 
     /// Ends the clients, waits, and judges the run.
-    pub(crate) async fn finish(self, faults: &[Fault]) -> ShellRun {
+    pub(crate) async fn finish(mut self, faults: &[Fault]) -> ShellRun {
         let time = clock::elapsed(self.start);
         self.stopper.stop();
+        self.holders.iter_mut().for_each(Holder::let_go);
         sleep(REST).await;
         let streams: Vec<_> = self.nodes.iter().map(Node::streams).collect();
         sleep(LONGEST_PROBE).await;
+        if self.observer.is_logging() {
+            log_own_requests(&self.cluster, &self.observer);
+        }
         let mut record = self.observer.take();
-        let history = store::history(&self.cluster);
+        let mut history = store::history(&self.cluster, &self.restores);
+        history.forgotten.clone_from(&self.forgotten);
         checker::check(&history, &record.observations, &mut record.findings);
+        check_users(&self.cluster, &self.holders, &record.observations, &mut record.findings);
         let records = self.cluster.audit().records();
         for (number, node) in self.nodes.iter().enumerate() {
             node.check(number, &streams[number], faults, &mut record.findings);
             let sources = Sources {
                 records: &records,
-                connects: &self.network.connects_of(node.number),
-                metrics: &node.program.metrics.render(),
+                connects: &self.network.connects_of(node.proxy.number()),
+                metrics: &node.program().metrics.render(),
                 faults,
                 servers: self.servers.len(),
                 time,
@@ -337,9 +341,14 @@ impl World {
 }
 
 impl Node {
+    /// jackstay as it runs now.
+    pub(crate) fn program(&self) -> Rc<Program> {
+        self.proxy.program()
+    }
+
     /// The endpoints to which streams are open.
     fn streams(&self) -> Vec<EndpointKey> {
-        let upstreams = self.program.upstreams();
+        let upstreams = self.program().upstreams();
         let endpoints = upstreams.iter().flat_map(|upstream| upstream.endpoints().to_vec());
         endpoints.filter(|one| one.status().streams > 0).map(|one| one.key()).collect()
     }
@@ -353,7 +362,8 @@ impl Node {
         faults: &[Fault],
         findings: &mut Findings,
     ) {
-        for upstream in &self.program.upstreams() {
+        let program = self.program();
+        for upstream in &program.upstreams() {
             for (server, endpoint) in upstream.endpoints().iter().enumerate() {
                 let lasts = |fault: &Fault| fault.server == server && fault.lasts();
                 let state = endpoint.state();
@@ -373,7 +383,7 @@ impl Node {
                 }
             }
         }
-        let metrics = self.program.scrape();
+        let metrics = program.scrape();
         for line in metrics.lines().filter(|line| is_left_over(line)) {
             findings.violation(format!("node {number}: {line} is left over"));
         }
@@ -408,7 +418,21 @@ async fn run_client(peer: Peer, role: Role) {
                 0 => (Collection::CONFIG_MAPS, store::CONFIG_MAPS),
                 _ => (Collection::PODS, store::PODS),
             };
-            let plan = ReaderPlan { collection, objects, interval: Duration::from_millis(100) };
+            let plan = ReaderPlan {
+                collection,
+                objects,
+                interval: Duration::from_millis(100),
+                names_versions: false,
+            };
+            peers::reader::run(peer, plan).await;
+        }
+        Role::VersionReaders => {
+            let plan = ReaderPlan {
+                collection: Collection::CONFIG_MAPS,
+                objects: store::CONFIG_MAPS,
+                interval: Duration::from_millis(100),
+                names_versions: true,
+            };
             peers::reader::run(peer, plan).await;
         }
         Role::Writers => {

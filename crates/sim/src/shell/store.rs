@@ -8,7 +8,7 @@ use jackstay_apiserver::cluster::{ChangeType, Cluster, Commit};
 use jackstay_apiserver::kinds::{self, Kind};
 use serde_json::json;
 
-use crate::checker::{Change, ChangeKind, Collection, History};
+use crate::checker::{Change, ChangeKind, Collection, History, Moment, Restore};
 use crate::peers::objects;
 
 /// Pods in the store.
@@ -66,13 +66,31 @@ pub fn add_secrets(cluster: &Cluster) -> io::Result<()> {
     Ok(())
 }
 
+/// A restore of the store.
+#[derive(Debug, Clone, Copy)]
+pub struct StoreRestore {
+    /// When it was made.
+    pub at: Moment,
+    /// The number of writes before it.
+    pub commits: usize,
+    /// The version of the backup.
+    pub version: u64,
+}
+
 /// What the store has committed from the beginning on.
-pub fn history(cluster: &Cluster) -> History {
-    let mut history = History::default();
-    for commit in cluster.commits().commits {
+pub fn history(cluster: &Cluster, restores: &[StoreRestore]) -> History {
+    let (mut history, mut restores) = (History::default(), restores.iter().peekable());
+    for (number, commit) in cluster.commits().commits.into_iter().enumerate() {
+        while let Some(restore) = restores.next_if(|restore| restore.commits <= number) {
+            let (at, version) = (restore.at, restore.version);
+            history.restores.push(Restore { at, changes: history.changes.len(), version });
+        }
         let request = commit.request.as_deref().and_then(objects::parse_token);
         history.carried_out.extend(request);
         history.changes.extend(change(&commit));
+    }
+    for &StoreRestore { at, version, .. } in restores {
+        history.restores.push(Restore { at, changes: history.changes.len(), version });
     }
     history
 }

@@ -15,6 +15,13 @@ pub fn client_name(node: usize, client: u16) -> String {
     format!("n{node}c{client}")
 }
 
+/// The number of the client in an `Audit-ID` that [`client_name`] begins.
+pub fn client_number(id: &str) -> Option<u16> {
+    let (node, rest) = id.strip_prefix('n')?.split_once('c')?;
+    node.parse::<usize>().ok()?;
+    rest.split_once('-')?.0.parse().ok()
+}
+
 /// What is known of the traffic of a node.
 #[derive(Debug)]
 pub struct Sources<'a> {

@@ -16,8 +16,12 @@ const MAPS: Collection = Collection::CONFIG_MAPS;
 
 impl Clients {
     fn spawn_reader(&mut self) {
-        let plan =
-            ReaderPlan { collection: MAPS, objects: 10, interval: Duration::from_millis(50) };
+        let plan = ReaderPlan {
+            collection: MAPS,
+            objects: 10,
+            interval: Duration::from_millis(50),
+            names_versions: false,
+        };
         self.spawn(|peer| reader::run(peer, plan));
     }
 

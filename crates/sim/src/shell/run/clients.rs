@@ -1,0 +1,169 @@
+//! The clients of a node: what they have, what they prove, and whether each request reached the apiservers as that.
+
+use std::collections::HashMap;
+use std::io;
+use std::net::Ipv4Addr;
+use std::time::UNIX_EPOCH;
+
+use jackstay_apiserver::cluster::Cluster;
+use rustls::pki_types::ServerName;
+
+use super::{START, World};
+use crate::checker::{ClientId, Observation, Seen};
+use crate::credential::Credential;
+use crate::invariants::Findings;
+use crate::net::{HostId, SocketOptions};
+use crate::peers::objects::token_text;
+use crate::peers::transport::{Client, ClientOptions};
+use crate::peers::{Observer, Peer};
+use crate::shell::program::PORT;
+use crate::shell::traffic;
+
+/// The user of the certificate of a node ([`jackstay_apiserver::pki::Subject::node`]).
+const NODE_USER: &str = "system:node:node";
+
+/// A client and its credential.
+pub(super) struct Holder {
+    number: u16,
+    node: usize,
+    credential: Credential,
+    /// `None` when the client has ended.
+    client: Option<Client>,
+    /// How often its token was renewed.
+    generation: u8,
+}
+
+impl Holder {
+    /// The number of its group.
+    pub fn group(&self) -> u32 {
+        self.credential.group(self.node)
+    }
+
+    /// The node on which it runs.
+    pub fn node(&self) -> usize {
+        self.node
+    }
+
+    /// The apiservers do not accept its token any more, if it is one of a service account.
+    pub fn revoke(&self, cluster: &Cluster) {
+        if let Some(token) = self.renewable_token() {
+            cluster.remove_token(&token);
+            self.client.iter().for_each(Client::token_revoked);
+        }
+    }
+
+    /// The client ends, and with it its connections.
+    pub fn let_go(&mut self) {
+        self.client = None;
+    }
+
+    /// It has a new token of the same service account.
+    pub fn renew(&mut self, cluster: &Cluster) {
+        if self.renewable_token().is_some() {
+            self.generation += 1;
+            accept(cluster, self.credential, (self.number, self.generation));
+            if let Some(token) = self.renewable_token() {
+                self.client.iter().for_each(|client| client.set_token(&token));
+            }
+        }
+    }
+
+    fn renewable_token(&self) -> Option<String> {
+        let is_renewed = matches!(self.credential, Credential::ServiceAccount(_));
+        self.credential.token(self.number, self.generation).filter(|_| is_renewed)
+    }
+
+    fn user(&self) -> String {
+        self.credential.user().map_or(NODE_USER.to_owned(), |user| user.name)
+    }
+}
+
+/// The apiservers accept a token from now on.
+fn accept(cluster: &Cluster, credential: Credential, (number, generation): (u16, u8)) {
+    if let (Some(token), Some(user)) = (credential.token(number, generation), credential.user()) {
+        cluster.add_token(&token, user);
+    }
+}
+
+impl World {
+    /// What a client of a node has. `at`: its number on the node.
+    pub(super) fn peer(
+        &mut self,
+        (host, number): (HostId, u16),
+        (node, credential): (usize, Credential),
+    ) -> io::Result<Peer> {
+        let network =
+            self.network.of_process_with(self.network.add_process(host), SocketOptions::go());
+        let address = (Ipv4Addr::LOCALHOST, PORT).into();
+        let name = ServerName::try_from("localhost").map_err(io::Error::other)?;
+        let tls = match credential {
+            Credential::Certificate => self.certificates.client()?,
+            _ => self.certificates.anonymous()?,
+        };
+        let options = ClientOptions {
+            token: credential.token(number, 0),
+            name: Some(traffic::client_name(node, number)),
+            ..ClientOptions::default()
+        };
+        accept(&self.cluster, credential, (number, 0));
+        let client = Client::new(network, address, tls, name, options);
+        let holder =
+            Holder { number, node, credential, client: Some(client.clone()), generation: 0 };
+        self.holders.push(holder);
+        Ok(Peer {
+            id: ClientId { number, group: Some(credential.group(node)) },
+            client,
+            observer: self.observer.clone(),
+            stop: self.stop.clone(),
+        })
+    }
+}
+
+/// Adds the requests that jackstay has made for itself to the log, in which they follow everything else.
+pub(super) fn log_own_requests(cluster: &Cluster, observer: &Observer) {
+    for record in cluster.audit().records().into_iter().filter(|one| one.audit_id.is_none()) {
+        let since = record.time.duration_since(UNIX_EPOCH + START).unwrap_or_default();
+        observer.log(|| {
+            let (server, path, status) = (&record.server, &record.path, record.status);
+            format!("jackstay asked {server} at {since:.3?}: {path} {status:?}")
+        });
+    }
+}
+
+/// Every request of a client reached the apiservers as that of its user, or was refused by 401.
+pub(super) fn check_users(
+    cluster: &Cluster,
+    holders: &[Holder],
+    observations: &[Observation],
+    findings: &mut Findings,
+) {
+    let by_number: HashMap<u16, &Holder> = holders.iter().map(|one| (one.number, one)).collect();
+    let mut writers = HashMap::new();
+    for observation in observations {
+        if let Seen::Write { token, .. } = observation.seen {
+            writers.insert(token_text(token), observation.client.number);
+        }
+    }
+    let mut known = 0;
+    for record in cluster.audit().records() {
+        let Some(id) = record.audit_id.as_deref() else { continue };
+        let client = traffic::client_number(id).or_else(|| writers.get(id).copied());
+        // A write that was open at the end is no observation of a write.
+        let Some(holder) = client.and_then(|client| by_number.get(&client)) else { continue };
+        known += 1;
+        let user = holder.user();
+        // Without a user, it was refused (429: before it was authenticated), or its connection was lost before.
+        let is_refused = record.user.is_empty() && matches!(record.status, Some(401 | 429) | None);
+        if record.user != user && !is_refused {
+            let (server, path, as_user) = (&record.server, &record.path, &record.user);
+            let client = holder.number;
+            let text = format!(
+                "client {client}: {path} reached {server} as {as_user:?}, and the client is {user}"
+            );
+            findings.violation(text);
+        }
+    }
+    if known == 0 && !holders.is_empty() {
+        findings.violation("no request of a client has reached an apiserver".to_owned());
+    }
+}

@@ -72,9 +72,9 @@ pub fn decide(
     })
 }
 
-/// Number of moves to offer to this number of watches, `elapsed` after the last offer.
-pub fn due_moves(watches: usize, elapsed: Duration) -> usize {
-    let share = (elapsed.as_secs_f64() / WINDOW.as_secs_f64()).min(1.0);
+/// Number of moves to offer to this number of watches, when `elapsed` of the `remaining` time is over.
+fn due_moves(watches: usize, elapsed: Duration, remaining: Duration) -> usize {
+    let share = if elapsed < remaining { elapsed.div_duration_f64(remaining) } else { 1.0 };
     (watches as f64 * share).ceil() as usize
 }
 
@@ -119,7 +119,9 @@ pub struct ActiveEvacuations {
 #[derive(Debug)]
 struct ActiveEvacuation {
     due: DueEvacuation,
-    last_offer: Instant,
+    /// Not before this time. At first, when the window begins.
+    next_offer: Instant,
+    window_end: Instant,
 }
 
 impl ActiveEvacuations {
@@ -138,7 +140,10 @@ impl ActiveEvacuations {
         rng: &mut fastrand::Rng,
     ) -> Vec<EvacuationEffect> {
         let mut effects = Vec::new();
-        for ended in self.active.extract_if(.., |active| !due.contains(&active.due)) {
+        let is_over = |active: &mut ActiveEvacuation| {
+            !due.iter().any(|due| due.endpoint == active.due.endpoint)
+        };
+        for ended in self.active.extract_if(.., is_over) {
             effects.push(EvacuationEffect::Withdraw(ended.due.endpoint));
         }
         for (evacuation, due) in due.iter().enumerate() {
@@ -147,22 +152,30 @@ impl ActiveEvacuations {
                 .enumerate()
                 .filter(|(_, (endpoint, watches))| *endpoint == due.endpoint && *watches > 0)
                 .map(|(connection, (_, watches))| (connection, *watches));
-            let Some(active) = self.active.iter_mut().find(|active| active.due == *due) else {
-                let last_offer = now + START_JITTER.mul_f64(rng.f64());
-                self.active.push(ActiveEvacuation { due: *due, last_offer });
+            let is_same = |active: &&mut ActiveEvacuation| active.due.endpoint == due.endpoint;
+            let Some(active) = self.active.iter_mut().find(is_same) else {
+                let next_offer = now + START_JITTER.mul_f64(rng.f64());
+                let window_end = next_offer + WINDOW;
+                self.active.push(ActiveEvacuation { due: *due, next_offer, window_end });
                 let watches = with_watches.map(|(_, watches)| watches).sum();
                 effects.push(EvacuationEffect::Begun { evacuation, watches });
                 continue;
             };
-            let elapsed = now.saturating_duration_since(active.last_offer);
-            if elapsed < OFFER_PAUSE {
+            if active.due != *due {
+                // Other watches leave it now, without another delay.
+                active.due = *due;
+                active.window_end = now + WINDOW;
+            }
+            if now < active.next_offer {
                 continue;
             }
-            active.last_offer = now;
+            let elapsed = OFFER_PAUSE + now.duration_since(active.next_offer);
+            let remaining = active.window_end.saturating_duration_since(active.next_offer);
+            active.next_offer = now + OFFER_PAUSE;
             effects.extend(with_watches.map(|(connection, watches)| EvacuationEffect::Offer {
                 connection,
                 evacuation,
-                count: due_moves(watches, elapsed),
+                count: due_moves(watches, elapsed, remaining),
             }));
         }
         effects
@@ -265,47 +278,70 @@ mod tests {
         assert_eq!(decide(&[]).count(), 0);
     }
 
+    /// Watches that take each move that is offered, `pause` after `pause`, from the begin of the evacuation on. Returns
+    /// the time when the last one has left, and the largest number that left at a time.
+    fn leave(watches: usize, pause: Duration, seed: u64) -> (Duration, usize) {
+        let start = Instant::now();
+        let due = [DueEvacuation { endpoint: EndpointKey(1), eligible: MoveEligibility::Silent }];
+        let mut evacuations = ActiveEvacuations::default();
+        let mut rng = fastrand::Rng::with_seed(seed);
+        let (mut left, mut at, mut most) = (watches, Duration::ZERO, 0);
+        while left > 0 {
+            let connections = [(EndpointKey(1), left), (EndpointKey(2), 7)];
+            for effect in evacuations.tick(&connections, &due, start + at, &mut rng) {
+                match effect {
+                    EvacuationEffect::Offer { connection: 0, evacuation: 0, count } => {
+                        left -= count;
+                        most = most.max(count);
+                    }
+                    EvacuationEffect::Begun { evacuation: 0, watches: of } if at.is_zero() => {
+                        assert_eq!(of, watches);
+                    }
+                    effect => panic!("{effect:?} after {at:?}"),
+                }
+            }
+            at += pause;
+        }
+        (at - pause, most)
+    }
+
     #[test]
-    fn due_moves_sum_to_all_watches_over_the_window() {
-        for watches in [0, 1, 3, 100, 6_400] {
-            let step = WINDOW / 4;
-            let offered: usize = (0..4).map(|_| due_moves(watches, step)).sum();
-            assert!((watches..=watches + 4).contains(&offered), "{offered} of {watches}");
-            assert_eq!(due_moves(watches, WINDOW * 9), watches);
-            assert_eq!(due_moves(watches, Duration::ZERO), 0);
+    fn all_watches_are_offered_a_move_within_the_window() {
+        for watches in [1, 2, 3, 5, 10, 400] {
+            for pause in [50, 100, 170, 200].map(Duration::from_millis) {
+                for seed in 0..20 {
+                    let (took, most) = leave(watches, pause, seed);
+                    assert!(
+                        took < START_JITTER + WINDOW + pause,
+                        "{watches} every {pause:?}: {took:?}"
+                    );
+                    assert!(watches < 100 || most * 4 <= watches * 3, "{most} of {watches}");
+                }
+            }
         }
     }
 
     #[test]
-    fn tick_offers_all_watches_within_the_window_and_withdraws_what_is_not_due() {
+    fn endpoint_that_becomes_degraded_keeps_its_evacuation() {
         let start = Instant::now();
-        let (source, other) = (EndpointKey(1), EndpointKey(2));
-        let due = [DueEvacuation { endpoint: source, eligible: MoveEligibility::Silent }];
-        let connections = [(source, 100), (other, 7), (source, 0)];
+        let source = EndpointKey(1);
+        let silent = [DueEvacuation { endpoint: source, eligible: MoveEligibility::Silent }];
+        let all = [DueEvacuation { eligible: MoveEligibility::All, ..silent[0] }];
         let mut evacuations = ActiveEvacuations::default();
         let mut rng = fastrand::Rng::with_seed(1);
         let mut tick = |due: &[_], ms| {
             let now = start + Duration::from_millis(ms);
-            evacuations.tick(&connections, due, now, &mut rng)
+            evacuations.tick(&[(source, 100)], due, now, &mut rng)
         };
+        let offer = |count| EvacuationEffect::Offer { connection: 0, evacuation: 0, count };
         assert_eq!(tick(&[], 0), []);
-        assert_eq!(tick(&due, 0), [EvacuationEffect::Begun { evacuation: 0, watches: 100 }]);
-        let mut offered = 0;
-        for ms in (0..=800).step_by(50) {
-            for effect in tick(&due, ms) {
-                let EvacuationEffect::Offer { connection: 0, evacuation: 0, count } = effect else {
-                    panic!("{effect:?}")
-                };
-                assert!(count <= 50, "{count} at {ms} ms");
-                offered += count;
-            }
-        }
-        assert!(offered >= 100, "{offered} of 100");
-        // Now all watches may move.
-        let all = [DueEvacuation { eligible: MoveEligibility::All, ..due[0] }];
         let begun = EvacuationEffect::Begun { evacuation: 0, watches: 100 };
-        assert_eq!(tick(&all, 900), [EvacuationEffect::Withdraw(source), begun]);
-        assert_eq!(tick(&[], 950), [EvacuationEffect::Withdraw(source)]);
-        assert_eq!(tick(&[], 1_000), []);
+        assert_eq!(tick(&silent, 0), [begun]);
+        assert_eq!(tick(&silent, 800), [offer(100)], "those that are silent");
+        assert_eq!(tick(&all, 900), [offer(25)], "the window begins anew, without a delay");
+        assert_eq!(tick(&all, 950), []);
+        assert_eq!(tick(&all, 1_300), [offer(100)]);
+        assert_eq!(tick(&[], 1_350), [EvacuationEffect::Withdraw(source)]);
+        assert_eq!(tick(&[], 1_400), []);
     }
 }

@@ -85,11 +85,17 @@ impl Sources<'_> {
     }
 
     /// The apiservers that never stop to accept connections once they have started, so that a lost connection is
-    /// followed by another one at once.
+    /// followed by another one at once; none if jackstay itself stands still.
     fn kept(&self) -> BTreeSet<usize> {
+        let stands_still =
+            |fault: &Fault| matches!(fault.kind, FaultKind::ProxyKill | FaultKind::ProxyStop);
+        if self.faults.iter().any(stands_still) {
+            return BTreeSet::new();
+        }
         let is_kept = |server: &usize| {
-            let mut faults = self.faults.iter().filter(|fault| fault.server == *server);
-            faults.all(|fault| {
+            let of_server =
+                |fault: &&Fault| !fault.kind.is_of_no_server() && fault.server == *server;
+            self.faults.iter().filter(of_server).all(|fault| {
                 matches!(fault.kind, FaultKind::ForgetFlows { dropped: [false, false] })
                     || fault.kind == FaultKind::Kill && fault.until.is_some()
             })

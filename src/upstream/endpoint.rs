@@ -260,6 +260,15 @@ impl Endpoint {
             && (guarded.health.answers() || self.flow_evidence.shows_service(since, now))
     }
 
+    /// Whether it is ready, or has only lost its connections since ([`EndpointHealth::is_ready_or_returns`]).
+    pub fn is_ready_or_returns(&self) -> bool {
+        match self.state() {
+            EndpointState::Ready => true,
+            EndpointState::Connecting => self.guarded().health.is_ready_or_returns(),
+            _ => false,
+        }
+    }
+
     /// How long the endpoint has been ready; `None` while it is not.
     pub fn ready_for(&self, now: Instant) -> Option<Duration> {
         self.slow_start.ready_for(now)

@@ -227,6 +227,19 @@ impl EndpointHealth {
         }
     }
 
+    /// Whether it is ready, or has only lost its connections since: they end by GOAWAY while the process runs on, so that
+    /// the next connect probably succeeds.
+    pub fn is_ready_or_returns(&self) -> bool {
+        let is_alone = self.transport == Transport::Unknown && self.shortage.is_none();
+        let was_ready =
+            matches!(self.readyz, Readyz::Ok | Readyz::NotProbed(_)) && self.lag.is_none();
+        match self.state().0 {
+            EndpointState::Ready => true,
+            EndpointState::Connecting => is_alone && was_ready,
+            _ => false,
+        }
+    }
+
     /// Records that a `/readyz` failed or is overdue.
     pub fn note_probe_failing(&mut self, now: Instant) {
         self.probe_failing_since.get_or_insert(now);
@@ -443,6 +456,10 @@ mod tests {
         Observation::ConnectionOpened { at: Instant::now() }
     }
 
+    fn closed() -> Observation<'static> {
+        ConnectionClosed { responsiveness: Responds, reason: "lost", at: Instant::now() }
+    }
+
     fn unanswered() -> Observation<'static> {
         Observation::ResponsivenessChanged { from: Responds, to: Unanswered }
     }
@@ -465,7 +482,6 @@ mod tests {
         let failed = |kind| Observation::ConnectFailed(ConnectFailure::new(kind, "reason"));
         let refused = || failed(ConnectFailureKind::Failed);
         let lagging = || Observation::Lagging { reason: "behind", at };
-        let closed = || ConnectionClosed { responsiveness: Responds, reason: "lost", at };
         for (observations, expected) in [
             (vec![opened(), ReadyzOk], vec![(Ready, false)]),
             (vec![Connected, ReadyzNotProbed("no credential")], vec![(Ready, false)]),
@@ -569,6 +585,41 @@ mod tests {
         assert_eq!(health.state(), (Unverified, reason));
         health.step(Connected);
         assert!(!health.answers(), "it is connected");
+    }
+
+    #[test]
+    fn endpoint_returns_if_it_was_ready_until_its_connections_ended() {
+        let failed = || {
+            let refused = ConnectFailure::new(ConnectFailureKind::Failed, "refused");
+            Observation::ConnectFailed(refused)
+        };
+        let shortage = || {
+            let full = ConnectFailure::new(ConnectFailureKind::LocalShortage, "no file descriptor");
+            Observation::ConnectFailed(full)
+        };
+        let lagging = || Observation::Lagging { reason: "lags", at: Instant::now() };
+        for (observations, expected) in [
+            (vec![], false),
+            (vec![opened()], false),
+            (vec![opened(), ReadyzOk], true),
+            (vec![opened(), ReadyzOk, closed()], true),
+            (vec![opened(), ReadyzNotProbed("by the configuration"), closed()], true),
+            (vec![opened(), ReadyzOk, closed(), failed()], false),
+            (vec![opened(), ReadyzOk, closed(), shortage()], false),
+            (vec![opened(), ReadyzOk, closed(), opened()], false),
+            (vec![opened(), ReadyzOk, lagging(), closed()], false),
+            (vec![opened(), ReadyzOk, unanswered()], false),
+            (vec![opened(), ReadyzOk, closed(), Removed], false),
+            (vec![opened(), closed()], false),
+            (vec![opened(), ReadyzFailing("etcd"), closed()], false),
+        ] {
+            let text = format!("{observations:?}");
+            let mut health = EndpointHealth::default();
+            for observation in observations {
+                health.step(observation);
+            }
+            assert_eq!(health.is_ready_or_returns(), expected, "{text}");
+        }
     }
 
     #[test]

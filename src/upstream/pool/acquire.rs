@@ -5,9 +5,11 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use futures_util::future::{Either, LocalBoxFuture, Ready, ready};
+use jackstay_core::endpoint_state::EndpointState;
 use jackstay_core::pool::limits::max_connections;
 use jackstay_core::pool::{
-    Arrival, EndpointRow, Refusal, Requirements, Round, Scope, Situation, is_nearly_full, select,
+    Arrival, Candidate, EndpointRow, Refusal, Requirements, Round, Scope, Situation,
+    is_nearly_full, select,
 };
 use jackstay_sys::clock;
 use tokio::sync::oneshot;
@@ -15,6 +17,7 @@ use tokio::sync::oneshot;
 use super::Pool;
 use super::class::ClassPool;
 use super::requirements::{Granted, OwnedPreferences, StreamRequirements, Unavailable, Waiter};
+use super::table::endpoint_rows;
 use crate::upstream::connection::Permit;
 use crate::upstream::endpoint::Endpoint;
 
@@ -31,6 +34,13 @@ impl Drop for Registration<'_> {
     fn drop(&mut self) {
         self.class.machine.borrow_mut().leave(self.id);
     }
+}
+
+/// When a request gets a connection to an endpoint that is not ready, if one to a ready endpoint may follow.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Unready {
+    AtOnce,
+    AfterWait,
 }
 
 impl Pool {
@@ -53,7 +63,7 @@ impl Pool {
         let plain = required.plain();
         if arrival == Arrival::Select
             && let Some((permit, is_nearly_full)) =
-                self.reserve_stream(class, required, &plain, now)
+                self.reserve_stream(class, required, &plain, Unready::AfterWait, now)
         {
             if is_nearly_full {
                 self.changed.notify_one();
@@ -73,7 +83,7 @@ impl Pool {
         required: StreamRequirements<'_>,
     ) -> Option<Permit> {
         let (now, plain) = (clock::now(), required.plain());
-        let (permit, _) = self.reserve_stream(class, required, &plain, now)?;
+        let (permit, _) = self.reserve_stream(class, required, &plain, Unready::AtOnce, now)?;
         class.verified(permit, required.client_subject).ok()
     }
 
@@ -83,6 +93,7 @@ impl Pool {
         class: &ClassPool,
         required: StreamRequirements<'_>,
         plain: &Requirements,
+        unready: Unready,
         now: Instant,
     ) -> Option<(Permit, bool)> {
         class.with_table(now, |table, connections| {
@@ -96,10 +107,29 @@ impl Pool {
                 |index| connections[index].cost(now),
                 &mut self.rng.borrow_mut(),
             )?;
+            if unready == Unready::AfterWait && self.awaits_ready(class, (table, index), plain, now)
+            {
+                return None;
+            }
             table[index].free_streams -= 1;
             let permit = connections[index].reserve(plain.long_running, now);
             Some((permit, is_nearly_full(table, index)))
         })
+    }
+
+    /// Whether a new request waits for a connection to a ready endpoint, although it would get the one with this index.
+    fn awaits_ready(
+        &self,
+        class: &ClassPool,
+        (table, index): (&[Candidate], usize),
+        plain: &Requirements,
+        now: Instant,
+    ) -> bool {
+        if table[index].endpoint_state == EndpointState::Ready {
+            return false;
+        }
+        let rows = endpoint_rows(&self.upstream, &self.upstream.endpoints(), self.seed, now);
+        class.machine.borrow().awaits_ready((table, index), plain, &rows, now, now)
     }
 
     /// Waits until the pool's task grants a stream or an error.

@@ -76,6 +76,7 @@ pub(super) fn endpoint_rows(
     let row = |endpoint: &Arc<Endpoint>| EndpointRow {
         key: endpoint.key(),
         state: endpoint.state(),
+        is_ready_or_returns: endpoint.is_ready_or_returns(),
         is_fallback: endpoint.is_fallback(),
         rank: rank(seed, &endpoint.label),
         version_side: side_of(endpoint),

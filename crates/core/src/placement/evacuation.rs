@@ -285,13 +285,13 @@ mod tests {
         let due = [DueEvacuation { endpoint: EndpointKey(1), eligible: MoveEligibility::Silent }];
         let mut evacuations = ActiveEvacuations::default();
         let mut rng = fastrand::Rng::with_seed(seed);
-        let (mut left, mut at, mut most) = (watches, Duration::ZERO, 0);
+        let (mut left, mut at, mut took, mut most) = (watches, Duration::ZERO, Duration::ZERO, 0);
         while left > 0 {
             let connections = [(EndpointKey(1), left), (EndpointKey(2), 7)];
             for effect in evacuations.tick(&connections, &due, start + at, &mut rng) {
                 match effect {
                     EvacuationEffect::Offer { connection: 0, evacuation: 0, count } => {
-                        left -= count;
+                        (left, took) = (left - count, at);
                         most = most.max(count);
                     }
                     EvacuationEffect::Begun { evacuation: 0, watches: of } if at.is_zero() => {
@@ -302,7 +302,7 @@ mod tests {
             }
             at += pause;
         }
-        (at - pause, most)
+        (took, most)
     }
 
     #[test]

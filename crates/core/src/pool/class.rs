@@ -10,16 +10,12 @@ use super::limits::{
 use super::select::{
     Candidate, EndpointKey, Preference, Requirements, Scope, has_free_stream, has_live, select,
 };
-use super::waiters::{Waiter, Waiters};
+use super::waiters::Waiters;
+use super::waiting::{Decision, READY_AFTER, Refusal, Situation, Streams, decide, unavailable};
 use crate::connection::{ConnectionState, DrainReason};
 use crate::credential_class::CredentialClass;
 use crate::endpoint_state::EndpointState;
 
-/// How long a request waits for a usable connection while no connection is live, counted from the loss of
-/// its previous connection if it had one. So the client receives its response within 1.5 s.
-pub const UNAVAILABLE_AFTER: Duration = Duration::from_millis(1_200);
-/// How long a request waits for a free stream while all live connections are full.
-pub const EXHAUSTED_AFTER: Duration = Duration::from_secs(1);
 /// A class other than a configured identity keeps its connections for this long after its last use.
 pub const IDLE_CLASS: Duration = Duration::from_secs(300);
 /// Interval of the search for slow response heads. A request that has waited for a whole interval is a sign
@@ -126,34 +122,6 @@ pub enum Arrival {
     Wait,
 }
 
-/// Why a request gets no stream.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Refusal {
-    /// No endpoint can be reached.
-    Unreachable,
-    /// Connections are live, but have no free stream.
-    Exhausted,
-    /// The credential of the class is not loaded.
-    NoCredential,
-    /// The upstream was removed from the configuration.
-    Closed,
-    /// The task of the pool has ended.
-    Stopped,
-}
-
-/// What decides about the requests that wait, besides the connections.
-#[derive(Debug, Clone, Copy)]
-pub struct Situation<'a> {
-    /// The endpoints of the set.
-    pub endpoints: &'a [EndpointRow],
-    /// Whether a total outage is in progress.
-    pub is_outage: bool,
-    /// Number of connections to an endpoint that may be opened ([`max_connections`]).
-    pub max_connections: usize,
-    /// The time.
-    pub now: Instant,
-}
-
 /// A round of answers to the requests that wait. Each is considered once.
 #[derive(Debug, Default)]
 pub struct Round {
@@ -169,15 +137,6 @@ impl Round {
     pub fn wake_at(&self) -> Option<Instant> {
         self.wake_at
     }
-}
-
-/// What happens to a request that waits.
-enum Decision {
-    Answer(Result<usize, Refusal>),
-    /// It waits until its deadline, and the next one is considered.
-    Wait(Instant),
-    /// It waits until its deadline, and so do all behind it.
-    Stop(Instant),
 }
 
 /// A class of a pool. `W` is what the caller keeps for each request that waits.
@@ -269,6 +228,37 @@ impl<W> Class<W> {
         self.waiters.remove(id);
     }
 
+    /// Whether a request that would get the connection with this index waits for one to a ready endpoint instead: it has
+    /// waited for less than [`READY_AFTER`] since `start`, no connection to such an endpoint is live, one of them is ready or
+    /// was until its connections ended, no connect to it has failed or is known to be refused, and there is room for more
+    /// that wait.
+    pub fn awaits_ready(
+        &self,
+        (table, index): (&[Candidate], usize),
+        required: &Requirements,
+        endpoints: &[EndpointRow],
+        start: Instant,
+        now: Instant,
+    ) -> bool {
+        let may_use = |endpoint: EndpointKey| !required.excluded.contains(&endpoint);
+        let is_connected = |candidate: &Candidate| {
+            candidate.state == ConnectionState::Live
+                && candidate.endpoint_state == EndpointState::Ready
+                && may_use(candidate.endpoint)
+        };
+        let may_follow = |endpoint: &EndpointRow| {
+            endpoint.is_ready_or_returns
+                && endpoint.last_failure.is_none()
+                && may_use(endpoint.key)
+                && !self.dials.is_refused(endpoint.key, now)
+        };
+        table[index].endpoint_state != EndpointState::Ready
+            && now < start + READY_AFTER
+            && self.waiters.len() < max_waiters(self.credential) / 2
+            && !table.iter().any(is_connected)
+            && endpoints.iter().any(may_follow)
+    }
+
     /// The next request of the round that waits no longer, and the connection that it gets or why it gets none, by
     /// the table of [`super`]. The caller takes the stream and updates `table` before the next call.
     pub fn next_answer(
@@ -295,7 +285,12 @@ impl<W> Class<W> {
                 let preference = |index| preference(&waiter.handle, index);
                 select(table, &waiter.required, scope, preference, &cost, rng)
             };
-            match decide(waiter, streams, situation, &mut find) {
+            let awaits_ready = |index| {
+                let (required, start) = (&waiter.required, waiter.start);
+                let (endpoints, now) = (situation.endpoints, situation.now);
+                self.awaits_ready((table, index), required, endpoints, start, now)
+            };
+            match decide(waiter, streams, situation, &mut find, &awaits_ready) {
                 Decision::Answer(answer) => {
                     answered = Some((id, answer));
                     break;
@@ -584,57 +579,10 @@ impl<W> Class<W> {
     }
 }
 
-/// The streams of a class, as far as they decide about every request that waits.
-#[derive(Debug, Clone, Copy)]
-struct Streams {
-    /// Whether a connection is live.
-    is_connected: bool,
-    /// Whether a live connection has a free stream.
-    has_free: bool,
-    /// Since when a connect to every endpoint has failed; `None` while one is in progress.
-    all_failed_at: Option<Instant>,
-}
-
-/// Decides about a request that waits, by the table of [`super`]. `find` finds a connection for it, with `true` also
-/// among suspect ones.
-fn decide<W>(
-    waiter: &Waiter<W>,
-    streams: Streams,
-    situation: &Situation<'_>,
-    find: &mut dyn FnMut(bool) -> Option<usize>,
-) -> Decision {
-    let Streams { is_connected, has_free, all_failed_at } = streams;
-    if waiter.required.may_be_held && situation.is_outage {
-        return Decision::Answer(Err(Refusal::Unreachable));
-    }
-    if has_free && let Some(index) = find(false) {
-        return Decision::Answer(Ok(index));
-    }
-    let without_since = waiter.without_since();
-    let deadline = if is_connected {
-        waiter.start + EXHAUSTED_AFTER
-    } else {
-        without_since + UNAVAILABLE_AFTER
-    };
-    let have_all_failed = !is_connected && all_failed_at.is_some_and(|at| at > without_since);
-    if have_all_failed || situation.now >= deadline {
-        // The suspicion may be wrong, so a suspect connection is better than an error.
-        let suspect = if waiter.required.live_only { None } else { find(true) };
-        return Decision::Answer(suspect.ok_or(unavailable(is_connected)));
-    }
-    // Those behind it have later deadlines, and nothing else can change for them.
-    if is_connected && !has_free { Decision::Stop(deadline) } else { Decision::Wait(deadline) }
-}
-
 impl Round {
     fn wait_until(&mut self, deadline: Instant) {
         self.wake_at = Some(self.wake_at.map_or(deadline, |wake_at| wake_at.min(deadline)));
     }
-}
-
-/// The error of a request that waits no longer.
-fn unavailable(is_connected: bool) -> Refusal {
-    if is_connected { Refusal::Exhausted } else { Refusal::Unreachable }
 }
 
 /// Whether a live connection to the endpoint has this `generation` of the credential and is not idle after a burst.

@@ -159,6 +159,12 @@ impl Dials {
             .filter(|until| now < *until)
     }
 
+    /// Whether the endpoint has refused a credential of the class, and no connect follows yet.
+    pub(super) fn is_refused(&self, endpoint: EndpointKey, now: Instant) -> bool {
+        let refuses = |one: &CredentialRefusal| one.endpoint == endpoint && now < one.until;
+        self.refusals.iter().any(refuses)
+    }
+
     /// Forgets the recent connects to an endpoint, because the connections stay in use.
     pub(super) fn forget(&mut self, endpoint: EndpointKey) {
         self.full_burst_at.retain(|(key, _)| *key != endpoint);

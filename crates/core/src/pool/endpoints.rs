@@ -17,6 +17,9 @@ pub struct EndpointRow {
     pub key: EndpointKey,
     /// Its state.
     pub state: EndpointState,
+    /// Whether it is ready, or probably will be with the next connection
+    /// ([`crate::endpoint_health::EndpointHealth::is_ready_or_returns`]).
+    pub is_ready_or_returns: bool,
     /// Whether it is a fallback: it is chosen only if there is no other of the same state.
     pub is_fallback: bool,
     /// A number that orders the endpoints of one state, differently in each pool.

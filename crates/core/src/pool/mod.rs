@@ -21,7 +21,8 @@
 //! | condition | decision |
 //! |---|---|
 //! | a watch that its caller holds, in a total outage | refused |
-//! | [`select()`] finds a live connection | granted |
+//! | [`select()`] finds a live connection to an endpoint that is not ready, within [`READY_AFTER`], and one to a ready endpoint [may follow](Class::awaits_ready) | it waits |
+//! | [`select()`] finds any other live connection | granted |
 //! | a connect to every endpoint has failed since the request has no connection, or its deadline is over; a suspect connection is found, and the request does not exclude those | granted |
 //! | the same, but none is found | refused: exhausted with a live connection, otherwise unreachable |
 //! | a live connection exists, but none has a free stream | it waits until its deadline, and so do all behind it |
@@ -60,10 +61,10 @@ mod state;
 #[cfg(test)]
 mod tests;
 mod waiters;
+mod waiting;
 
 pub use self::class::{
-    Arrival, Class, ConnectionRow, EXHAUSTED_AFTER, Effect, IDLE_CLASS, Refusal, Round,
-    SLOW_HEAD_INTERVAL, Situation, Surroundings, UNAVAILABLE_AFTER,
+    Arrival, Class, ConnectionRow, Effect, IDLE_CLASS, Round, SLOW_HEAD_INTERVAL, Surroundings,
 };
 pub use self::endpoints::{EndpointRow, FANOUT, VersionSide, targets};
 pub use self::select::{
@@ -71,3 +72,4 @@ pub use self::select::{
     Requirements, Scope, WATCH_SHARE, has_live, is_nearly_full, only_suspect_to, select,
 };
 pub use self::state::{PoolState, Purpose, WarmClasses};
+pub use self::waiting::{EXHAUSTED_AFTER, READY_AFTER, Refusal, Situation, UNAVAILABLE_AFTER};

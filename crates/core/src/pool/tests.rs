@@ -48,6 +48,7 @@ pub(super) fn endpoint_row(key: usize) -> EndpointRow {
     EndpointRow {
         key: EndpointKey(key),
         state: Ready,
+        is_ready_or_returns: true,
         is_fallback: false,
         rank: key as u64,
         version_side: None,
@@ -336,6 +337,66 @@ fn request_that_waits_is_answered_by_the_table() {
     {
         assert_eq!(answer(&wait), expected, "row {number}");
     }
+}
+
+#[test]
+fn request_waits_for_a_ready_endpoint_if_a_connection_to_one_may_follow() {
+    let start = Instant::now();
+    let unready = |state| Candidate { endpoint_state: state, ..candidate(0, 10, start) };
+    let (degraded, connecting) = (unready(Degraded), unready(Connecting));
+    let to_ready = |state| Candidate { state, free_streams: 0, ..candidate(1, 11, start) };
+    let rows = |state, is_ready_or_returns, last_failure| {
+        let degraded =
+            EndpointRow { state: Degraded, is_ready_or_returns: false, ..endpoint_row(10) };
+        [degraded, EndpointRow { state, is_ready_or_returns, last_failure, ..endpoint_row(11) }]
+    };
+    let ready = rows(Ready, true, None);
+    let free = Requirements::default;
+    let without = |key| Requirements { excluded: vec![EndpointKey(key)], ..free() };
+    // The connections, what the request requires, the endpoints, how long it has waited, and whether it waits on.
+    for (table, required, endpoints, waited, expected) in [
+        (vec![degraded], free(), ready, 0, true),
+        (vec![connecting], free(), ready, 0, true),
+        (vec![degraded], free(), ready, 999, true),
+        (vec![degraded], free(), ready, 1_000, false),
+        (vec![candidate(0, 10, start)], free(), ready, 0, false),
+        // All streams of the ready endpoint are used, or its connection drains or is suspect.
+        (vec![degraded, to_ready(Live)], free(), ready, 0, false),
+        (vec![degraded, to_ready(Draining)], free(), ready, 0, true),
+        (vec![degraded, to_ready(Suspect)], free(), ready, 0, true),
+        // The request has failed there.
+        (vec![degraded], without(11), ready, 0, false),
+        (vec![degraded, to_ready(Live)], without(11), ready, 0, false),
+        // It was ready until its connections ended.
+        (vec![degraded], free(), rows(Connecting, true, None), 0, true),
+        // None is ready, or a connect has failed.
+        (vec![degraded], free(), rows(Degraded, false, None), 0, false),
+        (vec![degraded], free(), rows(Connecting, false, None), 0, false),
+        (vec![degraded], free(), rows(Ready, true, Some(start)), 0, false),
+    ] {
+        let class = Class::<()>::new(CredentialClass::Token, start);
+        let now = start + Duration::from_millis(waited);
+        let awaits = class.awaits_ready((&table, 0), &required, &endpoints, start, now);
+        assert_eq!(awaits, expected, "{table:?} {required:?} {endpoints:?} after {waited} ms");
+        let mut class = Class::new(CredentialClass::Token, start);
+        class.begin_wait(&table, required, (), start).unwrap();
+        let situation =
+            Situation { endpoints: &endpoints, is_outage: false, max_connections: 8, now };
+        let (mut round, mut rng) = (Round::default(), fastrand::Rng::with_seed(1));
+        let preference = |(): &(), _| Preference::default();
+        let answer =
+            class.next_answer(&mut round, &table, &situation, preference, |_| 1.0, &mut rng);
+        let until = expected.then_some(start + READY_AFTER);
+        assert_eq!((answer, round.wake_at()), ((!expected).then_some(((), Ok(0))), until));
+    }
+    let mut class = Class::<()>::new(CredentialClass::Token, start);
+    let awaits =
+        |class: &Class<()>, now| class.awaits_ready((&[degraded], 0), &free(), &ready, now, now);
+    class.credential_refused(EndpointKey(11), 1, 0.5, start);
+    assert!(!awaits(&class, start), "the endpoint refuses the credential");
+    assert!(awaits(&class, start + Duration::from_millis(1_200)), "the next connect follows");
+    while class.begin_wait(&[degraded], free(), (), start).is_ok() {}
+    assert!(!awaits(&class, start), "more requests wait than half of those that may");
 }
 
 #[test]

@@ -28,7 +28,7 @@ pub struct Report {
 impl Subject {
     /// All that the program as it ships runs.
     pub fn all() -> Vec<Self> {
-        let scenarios = scenarios::ALL.iter().map(Self::Scenario);
+        let scenarios = scenarios::all().map(Self::Scenario);
         scenarios.chain(scripts::ALL.iter().map(Self::Script)).collect()
     }
 

@@ -1,0 +1,42 @@
+//! What scenarios share: usual clients, times, and promises.
+
+use std::time::Duration;
+
+use crate::invariants::Promises;
+use crate::scenario::{Role, Sim};
+
+pub(super) const MS: Duration = Duration::from_millis(1);
+pub(super) const SECOND: Duration = Duration::from_secs(1);
+
+/// Clients as in the table of the README, in smaller numbers.
+pub(super) fn clients(seed: u64) -> Sim {
+    Sim::seed(seed)
+        .clients(Role::Informers, 4)
+        .clients(Role::Readers, 3)
+        .clients(Role::Writers, 2)
+        .clients(Role::Kubelets, 1)
+        .clients(Role::Leaders, 1)
+}
+
+/// A time at which a fault begins, different for each seed.
+pub(super) fn start(seed: u64) -> Duration {
+    3 * SECOND + MS * (seed.wrapping_mul(7_919) % 2_000) as u32
+}
+
+/// The longest silence of a watch after its path is lost. A PING is due at most 400 ms after the last byte of a busy watch
+/// or after the PONG that followed it; the connection is dead 2 s later, and an attempt to resume has 50 ms of jitter.
+const SILENCE: Duration = Duration::from_millis(2_500);
+
+pub(super) const READS: Promises = Promises {
+    failed_reads: 0,
+    slowest_read: Duration::from_millis(600),
+    failed_lists: 0,
+    slowest_list: Duration::MAX,
+    failed_writes: 4,
+    slowest_write: Duration::from_secs(8),
+    silence: SILENCE,
+    relists: 0,
+    watches_broken: 0,
+    watches_ended: u64::MAX,
+    lease: Duration::from_secs(20),
+};

@@ -149,6 +149,30 @@ pub async fn unready(testbed: Rc<Testbed>) {
     watching.expect_all_events().await;
 }
 
+/// The connections to the ready endpoints end by GOAWAY, again and again: requests wait for the next ones, and none is sent
+/// to the degraded endpoint, whose connections stay.
+pub async fn goaway(testbed: Rc<Testbed>) {
+    let proxy = testbed.start_connected(probed_each_second).await;
+    let client = testbed.client(&proxy);
+    testbed.begin(0, FaultKind::Unready);
+    proxy.until_state(0, "degraded").await;
+    testbed.cluster().audit().clear();
+    for number in 0..40 {
+        for server in 1..testbed.servers() {
+            proxy.until_state(server, "ready").await;
+        }
+        (1..testbed.servers()).for_each(|server| testbed.server(server).goaway());
+        sleep(Duration::from_micros(100 * number)).await;
+        let name = format!("g{number}");
+        let (read, write) = tokio::join!(get(&client, CONFIG_MAPS), create(&client, &name));
+        assert_eq!((read.status, write.status), (200, 201));
+    }
+    let sent = testbed.received(|r| r.server == "apiserver-0" && r.forwarded_for.is_some());
+    assert!(sent.is_empty(), "{} requests were sent to the degraded apiserver", sent.len());
+    testbed.end(0, FaultKind::Unready);
+    proxy.until_connected(testbed.servers()).await;
+}
+
 /// No request shows the fault, and `/readyz` is not probed: watches that fall silent make the prober ask `/livez`.
 pub async fn dead(testbed: Rc<Testbed>) {
     let watching = Watching::start(&testbed, probed_on_suspicion).await;

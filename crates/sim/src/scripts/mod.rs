@@ -140,6 +140,12 @@ pub const ALL: &[Script] = &[
         steps: |testbed| Box::pin(degraded::unready(testbed)),
     },
     Script {
+        name: "degraded-goaway",
+        about: "requests wait for the next connection to a ready endpoint, and none is sent to a degraded one",
+        servers: 3,
+        steps: |testbed| Box::pin(degraded::goaway(testbed)),
+    },
+    Script {
         name: "degraded-livez",
         about: "watches that fall silent make the prober ask /livez",
         servers: 3,

@@ -64,7 +64,7 @@ pub(super) struct Streams {
 }
 
 /// Decides about a request that waits, by the table of [`super`]. `find` finds a connection for it, with `true` also
-/// among suspect ones. `awaits_ready` is [`Class::awaits_ready`] for the connection that is found.
+/// among suspect ones. `awaits_ready` is [`super::Class::awaits_ready`] for the connection that is found.
 pub(super) fn decide<W>(
     waiter: &Waiter<W>,
     streams: Streams,

@@ -8,9 +8,9 @@ use super::waiters::Waiter;
 /// How long a request waits for a usable connection while no connection is live, counted from the loss of
 /// its previous connection if it had one. So the client receives its response within 1.5 s.
 pub const UNAVAILABLE_AFTER: Duration = Duration::from_millis(1_200);
-/// How long a request waits for a connection to a ready endpoint, while connections to others are live: the time of three
-/// round trips over the longest distances. Connections end by GOAWAY while others open, and an endpoint that is not
-/// ready may refuse the request, or let it hang.
+/// How long a request waits for a connection to a ready endpoint while connections to others are live: three round trips
+/// over the longest distances. Connections end by GOAWAY while others open, and an endpoint that is not ready may refuse
+/// the request, or let it hang.
 pub const READY_AFTER: Duration = Duration::from_secs(1);
 /// How long a request waits for a free stream while all live connections are full.
 pub const EXHAUSTED_AFTER: Duration = Duration::from_secs(1);

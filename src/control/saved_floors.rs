@@ -1,9 +1,9 @@
 //! Saves the version floors of an upstream, so that clients keep theirs across a restart of jackstay.
 //!
-//! The file is written at the start, then at most once a minute if a floor has changed, when the process begins to drain,
-//! and when it ends, because its connections raise floors until then. A process that another one has taken over from
-//! does not write it at its end: the file is that of the other one. It contains keyed hashes of clients, and their key, but no name and no token. A file that is corrupt or of another
-//! upstream is reported and ignored.
+//! The file is written at the start, then at most once a minute if a floor has changed, when the process begins to
+//! drain, and when it ends, because its connections raise floors until then. A process that another one has taken over
+//! from does not write it at its end: the file is that of the other one. It contains keyed hashes of clients, and their
+//! key, but no name and no token. A file that is corrupt or of another upstream is reported and ignored.
 
 use std::error::Error;
 use std::fmt;

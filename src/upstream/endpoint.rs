@@ -262,11 +262,7 @@ impl Endpoint {
 
     /// Whether it is ready, or has only lost its connections since ([`EndpointHealth::is_ready_or_returns`]).
     pub fn is_ready_or_returns(&self) -> bool {
-        match self.state() {
-            EndpointState::Ready => true,
-            EndpointState::Connecting => self.guarded().health.is_ready_or_returns(),
-            _ => false,
-        }
+        self.guarded().health.is_ready_or_returns()
     }
 
     /// How long the endpoint has been ready; `None` while it is not.

@@ -118,6 +118,7 @@ impl Pool {
     }
 
     /// Whether a new request waits for a connection to a ready endpoint, although it would get the one with this index.
+    /// Looks at the endpoints only if that is not ready, because every request asks.
     fn awaits_ready(
         &self,
         class: &ClassPool,

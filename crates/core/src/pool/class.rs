@@ -228,10 +228,10 @@ impl<W> Class<W> {
         self.waiters.remove(id);
     }
 
-    /// Whether a request that would get the connection with this index waits for one to a ready endpoint instead: it has
-    /// waited for less than [`READY_AFTER`] since `start`, no connection to such an endpoint is live, one of them is ready or
-    /// was until its connections ended, no connect to it has failed or is known to be refused, and there is room for more
-    /// that wait.
+    /// Whether a request that would get the connection with this index waits for one to a ready endpoint instead: it
+    /// has waited for less than [`READY_AFTER`] since `start`, no connection to such an endpoint is live, one of them is
+    /// ready or was until its connections ended, no connect to it has failed or is known to be refused, and there is
+    /// room for more that wait.
     pub fn awaits_ready(
         &self,
         (table, index): (&[Candidate], usize),

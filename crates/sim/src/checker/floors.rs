@@ -34,8 +34,8 @@ impl<'a> Floor<'a> {
     }
 }
 
-/// Whose floor: of all clients, or of a group since its floors were lost last, for a resource. What a bookmark shows says nothing of objects in other
-/// namespaces, so gets have floors without them.
+/// Whose floor: of all clients, or of a group since its floors were lost last, for a resource. What a bookmark shows
+/// says nothing of objects in other namespaces, so gets have floors without them.
 type FloorKey = (Option<(u32, usize)>, &'static str, bool);
 
 /// `epoch`: the history that all observations are of.

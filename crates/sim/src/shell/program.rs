@@ -156,8 +156,8 @@ impl Program {
     /// SIGTERM: closes the socket, drains, and returns when all workers have ended. Does what the control thread does
     /// (`app/control/drain.rs`).
     pub async fn drain(&self) {
-        let Control { drain, sockets_closed, commands, ended, end, .. } = &self.control;
-        drain.send_replace(true);
+        let Control { sockets_closed, commands, ended, end, .. } = &self.control;
+        self.begin_drain();
         let (done, mut closed) = unbounded_channel::<Infallible>();
         for worker in commands {
             // It fails if the worker has ended.

@@ -412,27 +412,16 @@ fn is_left_over(line: &str) -> bool {
 async fn run_client(peer: Peer, role: Role) {
     let number = peer.id.number;
     match role {
-        Role::Readers => {
+        Role::Readers | Role::VersionReaders => {
+            let names_versions = matches!(role, Role::VersionReaders);
             // By turns, because only config maps change.
-            let (collection, objects) = match number % 2 {
-                0 => (Collection::CONFIG_MAPS, store::CONFIG_MAPS),
-                _ => (Collection::PODS, store::PODS),
+            let (collection, objects) = if names_versions || number.is_multiple_of(2) {
+                (Collection::CONFIG_MAPS, store::CONFIG_MAPS)
+            } else {
+                (Collection::PODS, store::PODS)
             };
-            let plan = ReaderPlan {
-                collection,
-                objects,
-                interval: Duration::from_millis(100),
-                names_versions: false,
-            };
-            peers::reader::run(peer, plan).await;
-        }
-        Role::VersionReaders => {
-            let plan = ReaderPlan {
-                collection: Collection::CONFIG_MAPS,
-                objects: store::CONFIG_MAPS,
-                interval: Duration::from_millis(100),
-                names_versions: true,
-            };
+            let interval = Duration::from_millis(100);
+            let plan = ReaderPlan { collection, objects, interval, names_versions };
             peers::reader::run(peer, plan).await;
         }
         Role::Writers => {

@@ -86,7 +86,7 @@ fn accept(cluster: &Cluster, credential: Credential, (number, generation): (u16,
 }
 
 impl World {
-    /// What a client of a node has. `at`: its number on the node.
+    /// What a client has: `number` is its own, and `node` that of its node, which is the host.
     pub(super) fn peer(
         &mut self,
         (host, number): (HostId, u16),

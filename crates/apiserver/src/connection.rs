@@ -1,5 +1,6 @@
 //! Serves one connection of a demo apiserver: TLS handshake, HTTP/2 or HTTP/1.1, GOAWAY, reset.
 
+use crate::goaway::LastStream;
 use crate::handler;
 use crate::identity::Certificate;
 use crate::lock;
@@ -75,7 +76,7 @@ async fn handshake_and_serve(socket: Socket, server: &Arc<ServerState>) {
                 .max_header_list_size(1 << 20)
                 .max_pending_accept_reset_streams(10_000)
                 .max_local_error_reset_streams(10_000)
-                .serve_connection(TokioIo::new(tls), service)
+                .serve_connection(TokioIo::new(LastStream::new(tls)), service)
         );
         tokio::select! {
             _ = serving.as_mut() => return,

@@ -35,6 +35,7 @@ mod body;
 mod connection;
 mod discovery;
 mod gateway;
+mod goaway;
 mod handle;
 mod handler;
 mod patch;

@@ -615,4 +615,22 @@ pub(super) const SCENARIOS: &[Scenario] = &[
             ..READS
         },
     },
+    Scenario {
+        name: "goaway-far",
+        about: "distant apiservers end connections by GOAWAY at random, while more requests are on their way",
+        sim: |seed| {
+            let goaway = FaultKind::Goaway(0.05);
+            let sim = Sim::seed(seed).clients(Role::Readers, 2).clients(Role::Writers, 8);
+            let sim = sim.latency(5 * MS, MS);
+            (0..3).fold(sim, |sim, server| sim.fault(server, goaway))
+        },
+        time: Duration::from_secs(6),
+        // A round trip takes 12 ms, and a handshake three.
+        promises: Promises {
+            slowest_read: Duration::from_millis(150),
+            failed_writes: 0,
+            slowest_write: Duration::from_millis(150),
+            ..READS
+        },
+    },
 ];

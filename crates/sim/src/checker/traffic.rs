@@ -6,9 +6,11 @@
 //! | hedges | hedges are at most a tenth of the requests, after a first burst |
 //! | other endpoint | a hedge is not sent to the apiserver whose requests hang, while another one works |
 //! | connects | the pauses between failed connects to an apiserver grow, and none follows a success |
+//! | outage | watches that are held in an outage do not continue before an apiserver is ready |
 //! | jitter | watches that were lost together continue at different times |
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 use std::time::Duration;
 
 use crate::invariants::Findings;
@@ -87,6 +89,8 @@ pub struct Traffic {
     pub hedges: u64,
     /// Apiservers to which no hedge is sent.
     pub hangs: Vec<Hang>,
+    /// The time after an outage in which no apiserver is ready.
+    pub not_ready: Option<Range<Duration>>,
     /// Apiservers to which jackstay keeps a connection at all times until the end of the run, and that end.
     pub kept: (BTreeSet<usize>, Duration),
 }
@@ -101,6 +105,7 @@ impl Traffic {
             self.connects_without_pauses(),
             self.pause_after_success(),
             self.watches_without_jitter(),
+            self.watch_before_ready(),
         ];
         for text in broken.into_iter().flatten() {
             findings.violation(format!("node {node}: {text}"));
@@ -202,19 +207,30 @@ impl Traffic {
         })
     }
 
-    fn watches_without_jitter(&self) -> Option<String> {
+    /// Watches that continue: their arrivals after the first one.
+    fn continued(&self) -> Vec<&Arrival> {
         let mut known = BTreeSet::new();
         let watches = self.arrivals.iter().filter(|arrival| arrival.is_watch);
-        let again: Vec<_> = watches
-            .filter_map(|arrival| (!known.insert(&arrival.id)).then_some(arrival.at))
-            .collect();
-        let groups = again.chunk_by(|before, after| after.saturating_sub(*before) < LOST_TOGETHER);
-        groups.into_iter().find_map(|group| {
+        watches.filter(|arrival| !known.insert(&arrival.id)).collect()
+    }
+
+    fn watches_without_jitter(&self) -> Option<String> {
+        let again: Vec<_> = self.continued().iter().map(|arrival| arrival.at).collect();
+        let mut groups =
+            again.chunk_by(|before, after| after.saturating_sub(*before) < LOST_TOGETHER);
+        groups.find_map(|group| {
             let spread = group.last()?.saturating_sub(*group.first()?);
             let count = group.len();
             (count >= WATCHES_AT_ONCE && spread < SAME_MOMENT)
                 .then(|| format!("{count} watches continue within {spread:.1?}, without jitter"))
         })
+    }
+
+    fn watch_before_ready(&self) -> Option<String> {
+        let not_ready = self.not_ready.as_ref()?;
+        let early = self.continued().into_iter().find(|watch| not_ready.contains(&watch.at))?;
+        let Arrival { id, at, server, .. } = early;
+        Some(format!("watch {id} continues at apiserver {server} at {at:.3?}, before one is ready"))
     }
 }
 

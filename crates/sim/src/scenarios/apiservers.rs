@@ -580,13 +580,13 @@ pub(super) const SCENARIOS: &[Scenario] = &[
     },
     Scenario {
         name: "unready",
-        about: "the /readyz of one of three apiservers fails for three seconds",
+        about: "the /readyz of one of three apiservers fails for ten seconds",
         sim: |seed| {
             let at = start(seed);
             let server = (seed % 3) as usize;
-            clients(seed).fault(server, FaultKind::Unready).at(at).until(at + 3 * SECOND)
+            clients(seed).fault(server, FaultKind::Unready).at(at).until(at + 10 * SECOND)
         },
-        time: Duration::from_secs(9),
+        time: Duration::from_secs(16),
         promises: Promises {
             slowest_read: Duration::from_millis(100),
             failed_writes: 0,
@@ -614,6 +614,21 @@ pub(super) const SCENARIOS: &[Scenario] = &[
             slowest_read: Duration::from_secs(3),
             ..READS
         },
+    },
+    Scenario {
+        name: "hang-few-streams",
+        about: "the requests of one of three apiservers hang, and the streams of the others are used up",
+        sim: |seed| {
+            let (server, at) = ((seed % 3) as usize, start(seed));
+            let sim = Sim::seed(seed).max_streams(3).max_connections(2).clients(Role::Readers, 6);
+            let sim = sim.fault(server, FaultKind::Hang).at(at);
+            [1, 2].into_iter().fold(sim, |sim, other| {
+                let slow = sim.fault((server + other) % 3, FaultKind::Slow(200 * MS));
+                slow.at(at).until(at + 5 * SECOND)
+            })
+        },
+        time: Duration::from_secs(14),
+        promises: Promises { failed_reads: u64::MAX, slowest_read: Duration::MAX, ..READS },
     },
     Scenario {
         name: "goaway-far",

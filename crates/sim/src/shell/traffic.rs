@@ -1,6 +1,7 @@
 //! What the jackstay of a node has sent, as apiservers, the network and its metrics show it.
 
 use std::collections::BTreeSet;
+use std::ops::Range;
 use std::time::{Duration, Instant, SystemTime};
 
 use jackstay_apiserver::audit::Record;
@@ -9,6 +10,9 @@ use super::program::APISERVER_PORT;
 use crate::checker::traffic::{Arrival, Connect, Hang, Traffic};
 use crate::faults::{Fault, FaultKind};
 use crate::net::sockets::{self, SocketNetwork};
+
+/// A shorter outage does not hold watches until an apiserver is ready (`jackstay_core::outage`).
+const SHORTEST_OUTAGE: Duration = Duration::from_secs(3);
 
 /// The name of the client in the `Audit-ID` of its requests.
 pub fn client_name(node: usize, client: u16) -> String {
@@ -59,6 +63,7 @@ impl Sources<'_> {
             retries: sum(self.metrics, "jackstay_retries_total", &[]),
             hedges: sum(self.metrics, "jackstay_hedges_total", &["original", "hedge", "failed"]),
             hangs: self.hangs(),
+            not_ready: self.not_ready(),
             kept: (self.kept(), self.time),
         }
     }
@@ -103,14 +108,40 @@ impl Sources<'_> {
         (0..self.servers).filter(is_kept).collect()
     }
 
-    /// The times in which requests of one apiserver hang, if nothing else goes wrong.
-    fn hangs(&self) -> Vec<Hang> {
-        match self.faults {
-            [Fault { kind: FaultKind::Hang, server, at, until }] => {
-                vec![Hang { server: *server, from: *at, until: until.unwrap_or(Duration::MAX) }]
+    /// The time in which all apiservers refuse everybody, after an outage in which all were down.
+    fn not_ready(&self) -> Option<Range<Duration>> {
+        let of = |kind: FaultKind, server: usize| {
+            let mut faults = self.faults.iter();
+            faults.find(|fault| fault.kind == kind && fault.server == server)
+        };
+        let mut common: Option<Range<Duration>> = None;
+        for server in 0..self.servers {
+            let (kill, forbid) = (of(FaultKind::Kill, server)?, of(FaultKind::Forbid, server)?);
+            if kill.until? != forbid.at || forbid.at.saturating_sub(kill.at) < SHORTEST_OUTAGE {
+                return None;
             }
-            _ => Vec::new(),
+            let refuses = forbid.at..forbid.until?;
+            let shared = common.get_or_insert(refuses.clone());
+            *shared = shared.start.max(refuses.start)..shared.end.min(refuses.end);
         }
+        common
+    }
+
+    /// The times in which requests of one apiserver hang, if nothing else goes wrong but that others are slow.
+    fn hangs(&self) -> Vec<Hang> {
+        let hang = self.faults.iter().find(|fault| fault.kind == FaultKind::Hang);
+        let is_known = |fault: &Fault| {
+            let is_slow = matches!(fault.kind, FaultKind::Slow(_));
+            Some(fault) == hang || is_slow && hang.is_some_and(|hang| hang.server != fault.server)
+        };
+        if !self.faults.iter().all(is_known) {
+            return Vec::new();
+        }
+        let times = |hang: &Fault| {
+            let until = hang.until.unwrap_or(Duration::MAX);
+            Hang { server: hang.server, from: hang.at, until }
+        };
+        hang.into_iter().map(times).collect()
     }
 }
 

@@ -113,3 +113,13 @@ fn connect_follows_the_loss_of_the_last_connection() {
     assert_eq!(check(vec![connect(0, Some(100))]), 1);
     assert_eq!(check(vec![connect(0, Some(4_900))]), 0);
 }
+
+#[test]
+fn held_watch_continues_when_an_apiserver_is_ready() {
+    let check = |at| {
+        let arrivals = vec![watch(10, 0), watch(at, 0), watch(500, 1)];
+        let not_ready = Some(MS * 400..MS * 600);
+        broken(&Traffic { arrivals, not_ready, ..Traffic::default() }).len()
+    };
+    assert_eq!((check(300), check(400), check(599), check(600)), (0, 1, 1, 0));
+}

@@ -252,7 +252,7 @@ pub const CLOSE_REASONS: [&str; 18] = [
 ];
 
 /// Values of the label `reason` of [`OWN_ERRORS`]. Any other reason counts as `other`.
-pub const OWN_ERROR_REASONS: [&str; 11] = [
+pub const OWN_ERROR_REASONS: [&str; 12] = [
     // No apiserver was reachable: 503 for a request, 429 for a new watch.
     "no_upstream",
     // No endpoint was reachable for a passthrough connection, which was reset (no code).
@@ -273,6 +273,8 @@ pub const OWN_ERROR_REASONS: [&str; 11] = [
     "header_too_large",
     // A limit of jackstay was exceeded before the request was sent (429).
     "limit",
+    // A defect of jackstay, to be reported (500).
+    "internal_error",
     "other",
 ];
 

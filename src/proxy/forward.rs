@@ -11,6 +11,7 @@
 //! the first attempt, and [`execution`] any other.
 
 mod execution;
+mod facts;
 mod slots;
 mod versions;
 
@@ -22,7 +23,7 @@ use fastrand::Rng;
 use http::{HeaderMap, Request, Response, header};
 use jackstay_core::admission::ByteAccount;
 use jackstay_core::pool::EndpointKey;
-use jackstay_core::request::attempts::{BodyState, Effect, FailureCause, Refused, Requirements};
+use jackstay_core::request::attempts::{FailureCause, Refused, Requirements};
 use jackstay_core::request::info::{RequestInfo, RequestKind};
 use jackstay_core::request::retry::Stage;
 use jackstay_core::request::{hygiene, retry};
@@ -33,6 +34,7 @@ use jackstay_core::watch::request::WatchRequest;
 use jackstay_sys::clock;
 use tokio::task::spawn_local;
 
+use self::facts::RequestFacts;
 use self::slots::{FirstResponse, Response as PendingResponse};
 use super::admission::unproven_requests::UnprovenRequest;
 use super::attempt::{Attempt, Attempts, FailedAttempt, Input, failed};
@@ -90,10 +92,6 @@ struct Progress {
 }
 
 impl Progress {
-    fn step(&mut self, input: Input) -> Effect {
-        self.attempts.step(input, clock::now(), &mut Rng::new())
-    }
-
     /// Records the connection of the first attempt of a round.
     fn sent_to(&mut self, connection: &Connection) {
         let reused = connection.was_open(self.requested_at);
@@ -131,11 +129,11 @@ impl ForwardedRequest {
         };
         let connection = Rc::clone(permit.connection());
         progress.sent_to(&connection);
-        progress.step(Input::Granted { attempt: 0 });
+        self.step(progress, Input::Granted { attempt: 0 });
         let attempt = match self.open(permit) {
             Ok(attempt) => attempt,
             Err(failure) => {
-                let failed = self.failed(0, failure);
+                let failed = Input::Failed { attempt: 0, failure };
                 return self.execute(progress, None, failed).await;
             }
         };
@@ -145,15 +143,23 @@ impl ForwardedRequest {
             biased;
             result = &mut response => match result {
                 Ok(response) => {
-                    progress.step(Input::Responded { attempt: 0 });
+                    self.step(progress, Input::Responded { attempt: 0 });
                     return Ok(response);
                 }
-                Err(failure) => self.failed(0, failure),
+                Err(failure) => Input::Failed { attempt: 0, failure },
             },
-            () = until_troubled(&connection, &self.upstream) => self.troubled(0),
+            () = until_troubled(&connection, &self.upstream) => {
+                Input::Troubled { attempt: 0 }
+            }
         };
         let first = Some((connection, Box::pin(response) as PendingResponse<'_>));
         self.execute(progress, first, input).await
+    }
+
+    /// Tells the state machine what has happened to the first attempt. The effect is known.
+    fn step(&self, progress: &mut Progress, input: Input) {
+        let facts = RequestFacts::new(self, None);
+        progress.attempts.step(input, &facts, clock::now(), &mut Rng::new());
     }
 
     /// Takes a stream for the first attempt of a round.
@@ -173,25 +179,6 @@ impl ForwardedRequest {
             unproven.sent();
         }
         Ok(attempt)
-    }
-
-    fn failed(&self, attempt: usize, failure: FailedAttempt) -> Input {
-        let is_given_up = failure.connection.is_silent() && !self.class.has_live();
-        Input::Failed { attempt, failure, is_given_up }
-    }
-
-    fn troubled(&self, attempt: usize) -> Input {
-        let has_whole_body = self.body.as_ref().is_none_or(|body| body.is_complete());
-        Input::Troubled { attempt, has_whole_body }
-    }
-
-    /// How much of the body is held.
-    fn body_state(&self) -> BodyState {
-        match &self.body {
-            Some(body) if body.is_aborted() => BodyState::Aborted,
-            Some(body) if !body.is_held() => BodyState::NotHeld,
-            _ => BodyState::Held,
-        }
     }
 
     /// The requirements by which the pool chooses a connection for the next attempt.

@@ -6,21 +6,19 @@ use std::time::{Duration, Instant};
 
 use fastrand::Rng;
 use futures_util::future::LocalBoxFuture;
-use jackstay_core::request::attempts::{
-    ConnectionFacts, Effect, FailureCause, NoStream, OtherBudget, Refused, Requirements,
-};
+use jackstay_core::request::attempts::{Effect, FailureCause, NoStream, Refused, Requirements};
 use jackstay_core::request::retry::Stage;
 use jackstay_core::request::status_error::StatusError;
 use jackstay_sys::clock;
 use tokio::time::{sleep, sleep_until};
 
+use super::facts::RequestFacts;
 use super::slots::{Event, Response, Slots, later};
 use super::{ForwardedRequest, Progress};
-use crate::proxy::attempt::{FailedAttempt, Input, failed};
-use crate::proxy::heartbeat::ill_health;
-use crate::proxy::upstream_client::{UpstreamResponse, has_better_endpoint};
+use crate::proxy::attempt::{Input, failed};
+use crate::proxy::upstream_client::UpstreamResponse;
 use crate::proxy::watch::body::outage_ended;
-use crate::upstream::connection::{Connection, ConnectionState, Permit};
+use crate::upstream::connection::{Connection, Permit};
 use crate::upstream::endpoint::ProbeTrigger;
 use crate::upstream::pool::Unavailable;
 
@@ -76,7 +74,8 @@ impl<'a> Execution<'a> {
     async fn run(mut self, mut input: Input) -> Result<UpstreamResponse, Box<Refused>> {
         let mut rng = Rng::new();
         loop {
-            let effect = self.progress.attempts.step(input, clock::now(), &mut rng);
+            let facts = RequestFacts::new(self.request, Some(&self.slots));
+            let effect = self.progress.attempts.step(input, &facts, clock::now(), &mut rng);
             self.count_hedges();
             self.slots.follow(&self.progress.attempts, &self.request.upstream);
             let next = match effect {
@@ -86,17 +85,18 @@ impl<'a> Execution<'a> {
                     Some(self.acquire().await)
                 }
                 Effect::Send { attempt } => self.send(attempt),
-                Effect::TakeHedgeToken { attempt, probe } => self.take_hedge_token(attempt, probe),
-                Effect::Hedge { attempt, exclude } => self.acquire_hedge(attempt, exclude),
-                Effect::GiveUp { attempt, stage, reason } => self.give_up(attempt, stage, &reason),
-                Effect::Probe { attempt } => self.probe(attempt),
+                Effect::Hedge { attempt, exclude, probe } => {
+                    self.acquire_hedge(attempt, exclude, probe)
+                }
+                Effect::GiveUp { attempt, stage, reason } => {
+                    Some(self.give_up(attempt, stage, &reason))
+                }
+                Effect::Probe { attempt } => {
+                    self.probe(attempt);
+                    None
+                }
                 Effect::Hold { until } => Some(self.hold(until).await),
                 Effect::Pause { delay } => Some(self.pause(delay).await),
-                Effect::ReportFacts => self.failure_facts(),
-                Effect::RecordRejection { pause } => self.record_rejection(pause),
-                Effect::AskForOther { budget } => Some(self.other_endpoint(budget)),
-                Effect::AskForLongerUp => self.longer_up(),
-                Effect::AskForVersion { may_ask_other } => self.after_not_reached(may_ask_other),
                 Effect::Refuse(refused) => return Err(refused),
                 Effect::Respond { .. } | Effect::Wait => None,
             };
@@ -123,11 +123,14 @@ impl<'a> Execution<'a> {
 
     /// Waits for the next event of the attempts that run, or of a heartbeat.
     async fn next_input(&mut self) -> Input {
+        if !self.slots.are_waiting() {
+            return Input::NotExecutable;
+        }
         let due = self.progress.attempts.heartbeat_due();
         let (attempt, event) = tokio::select! {
             biased;
             event = self.slots.next() => event,
-            () = later(due) => return self.heartbeat_due(),
+            () = later(due) => return Input::HeartbeatDue,
         };
         match event {
             Event::Granted => Input::Granted { attempt },
@@ -136,16 +139,11 @@ impl<'a> Execution<'a> {
                 self.response = Some(*response);
                 Input::Responded { attempt }
             }
-            Event::Failed(failure) => self.request.failed(attempt, failure),
-            Event::Troubled => self.request.troubled(attempt),
-            Event::Silent => Input::Silent { attempt, has_live: self.request.class.has_live() },
+            Event::Failed(failure) => Input::Failed { attempt, failure },
+            Event::Troubled => Input::Troubled { attempt },
+            Event::Silent => Input::Silent { attempt },
             Event::HedgeDue => Input::HedgeDue { attempt },
         }
-    }
-
-    fn heartbeat_due(&self) -> Input {
-        let ill_health = self.slots.connection(0).and_then(|connection| ill_health(connection));
-        Input::HeartbeatDue { ill_health }
     }
 
     /// Takes a stream for the first attempt of a round.
@@ -170,17 +168,19 @@ impl<'a> Execution<'a> {
             Err(Unavailable::Unreachable(reasons)) => NoStream::Unreachable(reasons),
             Err(unavailable) => NoStream::Other(StatusError::from(&unavailable)),
         };
-        Input::NoStream { reason, may_hold: self.request.upstream.pool.may_hold_new_watch() }
+        Input::NoStream { reason }
     }
 
     /// Sends the request on a granted stream.
     fn send(&mut self, attempt: usize) -> Option<Input> {
         let request = self.request;
-        let permit = self.slots.take_permit(attempt)?;
+        let Some(permit) = self.slots.take_permit(attempt) else {
+            return Some(Input::NotExecutable);
+        };
         let connection = Rc::clone(permit.connection());
         let opened = match request.open(permit) {
             Ok(opened) => opened,
-            Err(failure) => return Some(request.failed(attempt, failure)),
+            Err(failure) => return Some(Input::Failed { attempt, failure }),
         };
         let response = opened.response(request.info.kind, request.resource_versions.as_deref());
         let attempts = &self.progress.attempts;
@@ -189,26 +189,20 @@ impl<'a> Execution<'a> {
         None
     }
 
-    fn probe(&self, attempt: usize) -> Option<Input> {
-        self.slots.connection(attempt)?.endpoint.probe.request(ProbeTrigger::PassiveEvidence);
-        None
-    }
-
-    fn take_hedge_token(&self, attempt: usize, probe: bool) -> Option<Input> {
-        let upstream = &self.request.upstream;
-        if probe {
-            self.probe(attempt);
+    fn probe(&self, attempt: usize) {
+        if let Some(connection) = self.slots.connection(attempt) {
+            connection.endpoint.probe.request(ProbeTrigger::PassiveEvidence);
         }
-        let connection = self.slots.connection(attempt)?;
-        let taken = upstream.hedge_budget.take();
-        let has_better_endpoint = has_better_endpoint(connection, upstream);
-        Some(Input::HedgeToken { attempt, taken, has_better_endpoint })
     }
 
     /// Takes a stream for a hedge, on another connection than that of the attempt before.
-    fn acquire_hedge(&mut self, attempt: usize, exclude: bool) -> Option<Input> {
+    fn acquire_hedge(&mut self, attempt: usize, exclude: bool, probe: bool) -> Option<Input> {
         let request = self.request;
-        let hedged = Rc::clone(self.slots.connection(attempt.checked_sub(1)?)?);
+        let before = attempt.checked_sub(1).and_then(|before| self.slots.connection(before));
+        let Some(hedged) = before.map(Rc::clone) else { return Some(Input::NotExecutable) };
+        if probe {
+            hedged.endpoint.probe.request(ProbeTrigger::PassiveEvidence);
+        }
         let acquire = async move {
             let excluded = exclude.then(|| hedged.endpoint.key());
             let required = request.stream_requirements(&Requirements {
@@ -224,9 +218,13 @@ impl<'a> Execution<'a> {
     }
 
     /// Ends an attempt, which resets its stream.
-    fn give_up(&mut self, attempt: usize, stage: Stage, reason: &str) -> Option<Input> {
-        let connection = self.slots.end(attempt)?;
-        Some(self.request.failed(attempt, failed(stage, reason, &connection)))
+    fn give_up(&mut self, attempt: usize, stage: Stage, reason: &str) -> Input {
+        match self.slots.end(attempt) {
+            Some(connection) => {
+                Input::Failed { attempt, failure: failed(stage, reason, &connection) }
+            }
+            None => Input::NotExecutable,
+        }
     }
 
     /// Holds a new watch while no apiserver is reachable.
@@ -263,53 +261,11 @@ impl<'a> Execution<'a> {
         paused.map_or(Input::HoldEnded, |()| Input::PauseEnded)
     }
 
-    fn failure(&self) -> Option<&FailedAttempt> {
-        self.progress.attempts.failure()
-    }
-
-    fn failure_facts(&self) -> Option<Input> {
-        let failed = &self.failure()?.connection;
-        let connection = ConnectionFacts {
-            is_silent: failed.is_silent(),
-            is_dead: failed.state() == ConnectionState::Dead,
-            suspect_since: failed.suspect_since(),
-        };
-        Some(Input::FailureFacts { connection, body: self.request.body_state() })
-    }
-
     fn record_retry(&self) {
-        let Some(failure) = self.failure() else { return };
+        let Some(failure) = self.progress.attempts.failure() else { return };
         self.request.upstream.metrics.retried(failure.stage.retry_reason());
         let verb = self.request.info.verb.as_str();
         tracing::debug!(reason = failure.reason, verb, "request is sent again");
-    }
-
-    fn record_rejection(&self, pause: Duration) -> Option<Input> {
-        let endpoint = self.failure()?.endpoint;
-        Some(Input::Rejecting(self.request.upstream.record_rejection(endpoint, pause)))
-    }
-
-    fn other_endpoint(&self, budget: OtherBudget) -> Input {
-        let upstream = &self.request.upstream;
-        let may_be_asked = upstream.has_ready_endpoint_besides(self.progress.attempts.excluded())
-            && match budget {
-                OtherBudget::TooOld => upstream.watches.may_retry_too_old(&upstream.metrics),
-                OtherBudget::Rejected => upstream.rejected_budget.take(),
-            };
-        Input::OtherEndpoint { may_be_asked }
-    }
-
-    fn longer_up(&self) -> Option<Input> {
-        let upstream = &self.request.upstream;
-        let not_asked = upstream.not_asked_after_refusal(self.failure()?.endpoint);
-        Some(Input::LongerUp { not_asked: not_asked.filter(|_| upstream.hedge_budget.take()) })
-    }
-
-    fn after_not_reached(&self, may_ask_other: bool) -> Option<Input> {
-        let reached = self.failure()?.version.reached;
-        let without_version = self.progress.attempts.excluded();
-        let after = self.request.after_not_reached(reached, without_version, may_ask_other);
-        Some(Input::AfterNotReached(after))
     }
 }
 

@@ -68,6 +68,11 @@ impl<'a> Slots<'a> {
         }
     }
 
+    /// Whether an attempt waits for something.
+    pub(super) fn are_waiting(&self) -> bool {
+        self.0.iter().any(|slot| matches!(slot, Slot::Acquiring(_) | Slot::Sent(_)))
+    }
+
     /// The attempt waits for a stream.
     pub(super) fn acquire(&mut self, attempt: usize, acquire: Acquire<'a>) {
         self.0[attempt] = Slot::Acquiring(acquire);

@@ -1,6 +1,7 @@
 //! The state machine of the attempts at one request: the first attempt, hedges, retries, and the hold of a new watch. It
-//! is pure: no I/O, no clock, no randomness. [`Attempts::step`] takes an [`Input`], the time and a random number
-//! generator, and returns the [`Effect`] that the shell executes. Endpoints and connections are opaque keys.
+//! is pure: no I/O, no clock, no randomness. [`Attempts::step`] takes an [`Input`], [`Facts`] that it may ask, the time
+//! and a random number generator, and returns the [`Effect`] that the shell executes. Endpoints and connections are opaque
+//! keys.
 //!
 //! A request begins with [`Effect::Acquire`]. A *round* has a first attempt and its hedges. If all of them fail, the
 //! failure of the first one decides on the next round ([`retry::decide`], at most [`ATTEMPTS`] rounds).
@@ -18,20 +19,19 @@
 //! | Holding | `Granted` | Sent | `Send` |
 //! | Holding | `HoldEnded`, or any other `NoStream` | Ended | `Refuse`: a 429, after which client-go does not list again |
 //! | Sent, Parallel | `Responded` | Ended | `Respond`; the other attempts are cancelled |
-//! | Sent, or Parallel without another attempt | `Failed` | Failed | `ReportFacts` |
-//! | Failed | `FailureFacts`: the request may be sent again | Acquiring, next round | `Retry` |
-//! | Failed | `FailureFacts`: it may not | Ended | `Refuse` |
-//! | Failed, *too old* | `FailureFacts` | Failed; the endpoint is excluded | `AskForOther` |
-//! | Failed, *rejected* | `FailureFacts` | Failed | `RecordRejection` |
-//! | Failed, *rejected* | `Rejecting` | Failed; these endpoints are excluded | `AskForOther`; for a second rejection `Refuse` |
-//! | Failed, *starting* | `FailureFacts` | Failed | `AskForLongerUp`; for a second refusal `Refuse` |
-//! | Failed, *starting* | `LongerUp`: others are not asked | Acquiring, next round; these endpoints are excluded | `Retry` |
-//! | Failed, *starting* | `LongerUp`: none | Ended | `Refuse` |
-//! | Failed, *not reached* | `FailureFacts` | Failed; the endpoint is excluded | `AskForVersion` |
-//! | Failed, *not reached* | `AfterNotReached`: other | Acquiring, next round | `Retry` |
-//! | Failed, *not reached* | `AfterNotReached`: again | as before; the endpoint is not excluded | `Retry` |
-//! | Failed, *not reached* | `AfterNotReached`: original | as before; no endpoint is excluded | `Retry` |
-//! | Failed | `OtherEndpoint`, `AfterNotReached`: none | Ended | `Refuse` |
+//! | Sent, or Parallel without another attempt | `Failed`: the request may be sent again | Acquiring, next round | `Retry` |
+//! | the same | `Failed`: it may not | Ended | `Refuse` |
+//! | any | an input that is impossible in it | Ended | `Refuse` with `internal_error`; a panic with debug assertions |
+//!
+//! Whether a request may be sent again follows from the stage of its failure ([`retry::decide`]). Some stages ask for
+//! another endpoint:
+//!
+//! | stage | excluded | sent again if |
+//! |---|---|---|
+//! | *too old* | the endpoint | [`Facts::may_ask_other`] |
+//! | *rejected* | all that reject ([`Facts::record_rejection`]) | it is the first rejection, and [`Facts::may_ask_other`] |
+//! | *starting* | those that are not asked ([`Facts::not_asked_after_refusal`]) | it is the first refusal, others may be asked, and there is a token for a hedge |
+//! | *not reached* | the endpoint, or none ([`AfterNotReached`]) | [`Facts::after_not_reached`] |
 //!
 //! # Hedges
 //!
@@ -40,17 +40,17 @@
 //!
 //! | attempt | input | next | effect |
 //! |---|---|---|---|
-//! | sent | `Troubled` | in trouble | `TakeHedgeToken`; `Wait` if it is not hedged or is the last of [`MAX_PARALLEL`] |
-//! | in trouble | `HedgeToken`, taken | a hedge waits for a stream | `Hedge` |
-//! | in trouble | `HedgeToken`, none left | it is not hedged any more | `Wait` |
+//! | sent | `Troubled`, it may be hedged, and there is a token | in trouble; a hedge waits for a stream | `Hedge` |
+//! | sent | `Troubled`, there is no token | in trouble; it is not hedged any more | `Probe` |
+//! | sent | `Troubled`, it is not hedged or is the last of [`MAX_PARALLEL`] | in trouble | `Wait` |
 //! | hedge without a stream | `Granted` | sent | `Send` |
 //! | hedge without a stream | the request gets its response, the hedged attempt is given up, or the client abandons the request | it is cancelled, and its token goes back to the budget | |
 //! | hedge without a stream | `NoHedgeStream` | the hedged attempt pauses for [`HEDGE_INTERVAL`]; if that has failed, it ends | `Wait`, or as `Failed` |
-//! | in trouble, pausing | `HedgeDue` | in trouble | `TakeHedgeToken` |
+//! | in trouble, pausing | `HedgeDue` | as after `Troubled` | `Hedge`; `Wait` without a token |
 //! | in trouble, safe | `Silent`, another connection is live | the same after [`LIVE_CHECK_INTERVAL`] | `Wait` |
 //! | in trouble, safe | `Silent`, no other is live | | `GiveUp` |
-//! | with a hedge | `Failed`, not given up | failed, until its hedge ends | `Wait` |
-//! | with a hedge | `Failed`, given up | its hedge is cancelled, and it ends | as without a hedge |
+//! | with a hedge | `Failed` | failed, until its hedge ends | `Wait` |
+//! | with a hedge | `Failed`, its connection is silent, and no other is live | its hedge is cancelled, and it ends | as without a hedge |
 //! | hedge without a hedge | `Failed` | the hedged attempt pauses; if that has failed, it ends | `Wait`, or as `Failed` |
 //!
 //! An attempt is given up because a stopped apiserver would answer after 20 s at the earliest, when the connection is
@@ -61,6 +61,7 @@
 //! A heartbeat waits at least [`HEARTBEAT_MIN_WAIT`] for its response. It is given up in the stage *unanswered* as soon
 //! as its connection or its endpoint is not healthy after that. Each second before, its endpoint is probed.
 
+mod facts;
 mod input;
 mod parallel;
 #[cfg(test)]
@@ -70,7 +71,7 @@ use std::time::{Duration, Instant};
 
 use fastrand::Rng;
 
-use self::parallel::{Hedges, Parallel};
+use self::parallel::{Hedges, Next, Parallel};
 use super::info::RequestKind;
 use super::overload_rejection;
 use super::retry::{self, ATTEMPTS, Refusal, RetryDecision, Stage};
@@ -78,10 +79,10 @@ use super::start_up;
 use super::status_error::StatusError;
 use crate::watch::session::max_outage_jitter;
 
+pub use self::facts::{BodyState, ConnectionFacts, Facts, OtherBudget};
 pub use self::input::{
-    AfterNotReached, Awaited, BodyState, ConnectionFacts, Effect, Failure, FailureCause,
-    HedgeOutcome, HeldResponse, Input, MissedVersion, NoStream, NotReached, OtherBudget, Refused,
-    Requirements, VersionOrigin,
+    AfterNotReached, Awaited, Effect, Failure, FailureCause, HedgeOutcome, HeldResponse, Input,
+    MissedVersion, NoStream, NotReached, Refused, Requirements, VersionOrigin,
 };
 pub use self::parallel::{HEDGE_INTERVAL, LIVE_CHECK_INTERVAL, MAX_PARALLEL};
 
@@ -110,7 +111,7 @@ pub struct Attempts<E, C> {
     hedges: Hedges,
     /// The endpoints that do not have the requested version, any more or yet, or that reject requests.
     excluded: Vec<E>,
-    /// The failure of the round before, or of this one while its retry is decided.
+    /// The failure of the round before.
     failed: Option<Box<FailedRound<E, C>>>,
     /// The client gets this rejection if no other endpoint accepts the request.
     rejection: Option<Box<HeldResponse>>,
@@ -127,17 +128,27 @@ enum State<E, C> {
     /// The first attempt is sent, and its connection is not in trouble.
     Sent,
     Parallel(Parallel<E, C>),
-    /// The round has failed, and its retry is decided.
-    Failed,
     Ended,
 }
 
-/// The failure of a round, with the facts by which its retry is decided.
+impl<E, C> State<E, C> {
+    /// The name, for the message about an input that is impossible.
+    const fn name(&self) -> &'static str {
+        match self {
+            Self::Acquiring => "Acquiring",
+            Self::Holding(_) => "Holding",
+            Self::Sent => "Sent",
+            Self::Parallel(_) => "Parallel",
+            Self::Ended => "Ended",
+        }
+    }
+}
+
+/// The failure of a round, with the state of its connection then.
 #[derive(Debug)]
 struct FailedRound<E, C> {
     failure: Failure<E, C>,
     connection: ConnectionFacts,
-    body: BodyState,
 }
 
 /// The checks of a heartbeat.
@@ -191,14 +202,9 @@ impl<E: Clone, C> Attempts<E, C> {
         self.hedges.outcomes.drain(..)
     }
 
-    /// The failure of the round before, or of this one while its retry is decided.
+    /// The failure of the round before.
     pub fn failure(&self) -> Option<&Failure<E, C>> {
         self.failed.as_ref().map(|failed| &failed.failure)
-    }
-
-    /// The endpoints that are not asked again.
-    pub fn excluded(&self) -> &[E] {
-        &self.excluded
     }
 
     /// The requirements of [`Effect::Acquire`] and [`Effect::Retry`].
@@ -241,81 +247,105 @@ impl<E: Clone, C> Attempts<E, C> {
     }
 
     /// Processes one input.
-    pub fn step(&mut self, input: Input<E, C>, now: Instant, rng: &mut Rng) -> Effect {
+    pub fn step(
+        &mut self,
+        input: Input<E, C>,
+        facts: &impl Facts<E, C>,
+        now: Instant,
+        rng: &mut Rng,
+    ) -> Effect {
+        let name = input.name();
+        self.next(input, facts, now, rng).unwrap_or_else(|| self.impossible(name))
+    }
+
+    /// The effect of an input; `None` if it is impossible in this state.
+    fn next(
+        &mut self,
+        input: Input<E, C>,
+        facts: &impl Facts<E, C>,
+        now: Instant,
+        rng: &mut Rng,
+    ) -> Option<Effect> {
         match input {
             Input::Granted { attempt } => self.on_granted(attempt, now),
             Input::Responded { attempt } => self.on_responded(attempt),
-            Input::NoStream { reason, may_hold } => self.on_no_stream(reason, may_hold),
-            Input::Failed { attempt, failure, is_given_up } => {
-                self.on_failed(attempt, failure, is_given_up, now)
-            }
-            Input::FailureFacts { connection, body } => self.on_failure_facts(connection, body),
-            Input::Rejecting(endpoints) => self.on_rejecting(endpoints),
-            Input::OtherEndpoint { may_be_asked } => self.decided(may_be_asked, None),
-            Input::LongerUp { not_asked } => self.on_longer_up(not_asked),
-            Input::AfterNotReached(after) => self.on_after_not_reached(after),
+            Input::NoStream { reason } => self.on_no_stream(reason, facts),
+            Input::Failed { attempt, failure } => self.on_failed(attempt, failure, facts, now),
             Input::OutageEnded { held } => {
-                Effect::Pause { delay: max_outage_jitter(held, false).mul_f64(rng.f64()) }
+                let delay = max_outage_jitter(held, false).mul_f64(rng.f64());
+                self.is_holding().then_some(Effect::Pause { delay })
             }
-            Input::PauseEnded => Effect::Acquire,
+            Input::PauseEnded => self.is_holding().then_some(Effect::Acquire),
             Input::HoldEnded => self.on_hold_ended(),
-            Input::HeartbeatDue { ill_health } => self.on_heartbeat_due(ill_health, now),
-            Input::Silent { attempt, has_live: false } => {
-                Effect::GiveUp { attempt, stage: Stage::NoHead, reason: "PING unanswered".into() }
-            }
+            Input::HeartbeatDue => self.on_heartbeat_due(facts, now),
             Input::Troubled { .. }
             | Input::Silent { .. }
             | Input::HedgeDue { .. }
-            | Input::HedgeToken { .. }
-            | Input::NoHedgeStream { .. } => self.on_parallel(&input, now),
+            | Input::NoHedgeStream { .. } => self.on_parallel(&input, facts, now),
+            Input::NotExecutable => None,
         }
     }
 
-    fn on_granted(&mut self, attempt: usize, now: Instant) -> Effect {
-        if let State::Parallel(parallel) = &mut self.state {
-            return parallel.granted(attempt, &mut self.hedges);
+    /// A defect, after which the request could wait forever. Nothing is known about attempts that run.
+    #[cold]
+    fn impossible(&mut self, input: &str) -> Effect {
+        let state = self.state.name();
+        debug_assert!(false, "input {input} in state {state}, round {}", self.round);
+        let detail = format_args!("input {input} in state {state}");
+        self.refuse(StatusError::internal_error(detail), None)
+    }
+
+    fn is_holding(&self) -> bool {
+        matches!(self.state, State::Holding(_))
+    }
+
+    fn on_granted(&mut self, attempt: usize, now: Instant) -> Option<Effect> {
+        match &mut self.state {
+            State::Parallel(parallel) => return parallel.granted(attempt, &mut self.hedges),
+            State::Acquiring | State::Holding(_) if attempt == 0 => {}
+            _ => return None,
         }
         self.state = State::Sent;
         if let Some(heartbeat) = &mut self.heartbeat {
             heartbeat.due = Some(now + PROBE_INTERVAL);
             heartbeat.probes_left = HEARTBEAT_MIN_WAIT.as_secs() - 1;
         }
-        Effect::Send { attempt }
+        Some(Effect::Send { attempt })
     }
 
-    fn on_responded(&mut self, attempt: usize) -> Effect {
+    fn on_responded(&mut self, attempt: usize) -> Option<Effect> {
+        self.awaited(attempt).filter(|awaited| *awaited != Awaited::Stream)?;
         if let State::Parallel(parallel) = &self.state {
             parallel.responded(attempt, &mut self.hedges);
         }
         self.state = State::Ended;
-        Effect::Respond { attempt }
+        Some(Effect::Respond { attempt })
     }
 
     /// The inputs that concern trouble and hedges.
-    fn on_parallel(&mut self, input: &Input<E, C>, now: Instant) -> Effect {
+    fn on_parallel(
+        &mut self,
+        input: &Input<E, C>,
+        facts: &impl Facts<E, C>,
+        now: Instant,
+    ) -> Option<Effect> {
         if matches!(self.state, State::Sent) {
             self.state = State::Parallel(Parallel::new());
         }
-        let State::Parallel(parallel) = &mut self.state else { return Effect::Wait };
+        let State::Parallel(parallel) = &mut self.state else { return None };
         let hedges = &mut self.hedges;
         match *input {
-            Input::Troubled { attempt, has_whole_body } => {
+            Input::Troubled { attempt } => {
                 let is_safe = retry::may_hedge(self.kind);
-                parallel.troubled(attempt, is_safe, has_whole_body, hedges, now)
+                parallel.troubled(attempt, is_safe, facts, hedges, now)
             }
-            Input::HedgeToken { attempt, taken, has_better_endpoint } => {
-                parallel.hedge_token(attempt, taken, has_better_endpoint, hedges)
-            }
-            Input::HedgeDue { attempt } => parallel.hedge_due(attempt),
-            Input::Silent { attempt, .. } => {
-                parallel.silent(attempt, now);
-                Effect::Wait
-            }
+            Input::HedgeDue { attempt } => parallel.hedge_due(attempt, facts, hedges),
+            Input::Silent { attempt } => parallel.silent(attempt, facts, now),
             Input::NoHedgeStream { attempt } => {
-                let ended = parallel.no_stream(attempt, hedges, now);
-                ended.unwrap_or_else(|failure| self.round_failed(failure))
+                let next = parallel.no_stream(attempt, hedges, now);
+                self.after(next, facts)
             }
-            _ => Effect::Wait,
+            _ => None,
         }
     }
 
@@ -323,135 +353,147 @@ impl<E: Clone, C> Attempts<E, C> {
         &mut self,
         attempt: usize,
         failure: Failure<E, C>,
-        is_given_up: bool,
+        facts: &impl Facts<E, C>,
         now: Instant,
-    ) -> Effect {
-        if let State::Parallel(parallel) = &mut self.state {
-            let ended = parallel.failed(attempt, failure, is_given_up, &mut self.hedges, now);
-            return ended.unwrap_or_else(|failure| self.round_failed(failure));
+    ) -> Option<Effect> {
+        match &mut self.state {
+            State::Sent if attempt == 0 => Some(self.round_failed(failure, facts)),
+            State::Parallel(parallel) => {
+                let is_silent = facts.connection(&failure.connection).is_silent;
+                let is_given_up = is_silent && !facts.has_live();
+                let hedges = &mut self.hedges;
+                let next = parallel.failed(attempt, failure, is_given_up, hedges, now);
+                self.after(next, facts)
+            }
+            _ => None,
         }
-        self.round_failed(failure)
     }
 
-    fn round_failed(&mut self, failure: Failure<E, C>) -> Effect {
-        self.state = State::Failed;
+    /// Continues after a parallel attempt has ended.
+    fn after(&mut self, next: Next<E, C>, facts: &impl Facts<E, C>) -> Option<Effect> {
+        match next {
+            Next::Wait => Some(Effect::Wait),
+            Next::RoundFailed(failure) => Some(self.round_failed(failure, facts)),
+            Next::Impossible => None,
+        }
+    }
+
+    /// All attempts of the round have failed: the request is sent again or refused.
+    fn round_failed(&mut self, mut failure: Failure<E, C>, facts: &impl Facts<E, C>) -> Effect {
         if let Some(heartbeat) = &mut self.heartbeat {
             heartbeat.due = None;
         }
-        let connection = ConnectionFacts::default();
-        let body = BodyState::Held;
-        self.failed = Some(Box::new(FailedRound { failure, connection, body }));
-        Effect::ReportFacts
-    }
-
-    fn on_failure_facts(&mut self, connection: ConnectionFacts, body: BodyState) -> Effect {
-        let Some(failed) = &mut self.failed else { return Effect::Wait };
-        (failed.connection, failed.body) = (connection, body);
-        let failure = &failed.failure;
+        let (connection, body) = (facts.connection(&failure.connection), facts.body());
         let is_held = body == BodyState::Held;
-        match (retry::decide(self.kind, failure.stage, is_held, self.round), failure.stage) {
-            (RetryDecision::Retry, _) => self.decided(true, None),
-            (RetryDecision::Refuse(refusal), _) => self.decided(false, Some(refusal)),
-            (RetryDecision::RetryAtOtherEndpoint, Stage::Rejected) => {
-                let headers = failure.response.as_ref().map(|response| &response.0.headers);
-                let pause = headers.map_or(Duration::ZERO, overload_rejection::pause);
-                Effect::RecordRejection { pause }
-            }
-            (RetryDecision::RetryAtOtherEndpoint, Stage::Starting) if self.asked_longer_up => {
-                self.decided(false, None)
-            }
-            (RetryDecision::RetryAtOtherEndpoint, Stage::Starting) => Effect::AskForLongerUp,
-            (RetryDecision::RetryAtOtherEndpoint, stage) => {
-                self.excluded.push(failure.endpoint.clone());
-                if stage == Stage::NotReached {
-                    Effect::AskForVersion { may_ask_other: self.round + 1 < ATTEMPTS }
-                } else {
-                    Effect::AskForOther { budget: OtherBudget::TooOld }
-                }
-            }
-        }
-    }
-
-    fn on_rejecting(&mut self, endpoints: Vec<E>) -> Effect {
-        self.excluded.extend(endpoints);
-        if self.rejection.is_some() {
-            return self.decided(false, None);
-        }
-        Effect::AskForOther { budget: OtherBudget::Rejected }
-    }
-
-    fn on_longer_up(&mut self, not_asked: Option<Vec<E>>) -> Effect {
-        let is_asked = not_asked.is_some();
-        self.excluded.extend(not_asked.into_iter().flatten());
-        self.asked_longer_up |= is_asked;
-        self.decided(is_asked, None)
-    }
-
-    fn on_after_not_reached(&mut self, after: AfterNotReached) -> Effect {
-        match after {
-            AfterNotReached::AskAgain => drop(self.excluded.pop()),
-            AfterNotReached::SendOriginal => self.excluded.clear(),
-            AfterNotReached::AskOther | AfterNotReached::Respond => {}
-        }
-        self.decided(after != AfterNotReached::Respond, None)
-    }
-
-    /// The request is sent again after a failed round, or refused.
-    fn decided(&mut self, is_retried: bool, refusal: Option<Refusal>) -> Effect {
-        let Some(failed) = &mut self.failed else { return Effect::Wait };
-        let response = failed.failure.response.take();
-        // The first rejection for overload is kept while other endpoints are tried, and the last 410, or 504 of a version
-        // that the client asks for; any other rejection only if it is the last. A refusal of an apiserver that may
-        // be starting says less than any other rejection.
-        let held = self.rejection.as_ref().map(|held| held.0.status.as_u16());
-        let is_kept = match failed.failure.stage {
-            Stage::Rejected | Stage::Starting => held.is_none_or(start_up::is_refusal),
-            Stage::TooOld => true,
-            Stage::NotReached => !failed.failure.version.is_floor || !is_retried,
-            _ => !is_retried,
-        };
-        if is_kept {
-            self.rejection = response.or(self.rejection.take());
-        }
+        let (is_retried, refusal) =
+            match retry::decide(self.kind, failure.stage, is_held, self.round) {
+                RetryDecision::Retry => (true, None),
+                RetryDecision::RetryAtOtherEndpoint => (self.asks_other(&failure, facts), None),
+                RetryDecision::Refuse(refusal) => (false, Some(refusal)),
+            };
+        self.keep_rejection(&mut failure, is_retried);
         if is_retried {
+            self.failed = Some(Box::new(FailedRound { failure, connection }));
             self.round += 1;
             self.state = State::Acquiring;
             return Effect::Retry;
         }
-        let (failure, is_held) = (&failed.failure, failed.body == BodyState::Held);
-        let (error, refusal) = if failed.body == BodyState::Aborted {
+        let (error, refusal) = if body == BodyState::Aborted {
             // The upstream stream was reset, so no handler got a complete body.
             (StatusError::bad_request("the request's body was malformed or broke off"), None)
         } else {
-            let is_dead = failed.connection.is_dead;
-            let reason = &failure.reason;
-            (retry::client_error(self.kind, failure.stage, is_held, is_dead, reason), refusal)
+            let Failure { stage, reason, .. } = &failure;
+            let error = retry::client_error(self.kind, *stage, is_held, connection.is_dead, reason);
+            (error, refusal)
         };
         self.refuse(error, refusal)
     }
 
-    fn on_no_stream(&mut self, reason: NoStream, may_hold: bool) -> Effect {
-        match reason {
-            NoStream::Unreachable(_) if matches!(self.state, State::Holding(_)) => self.hold(),
-            NoStream::Unreachable(reasons)
-                if may_hold && self.kind == RequestKind::Watch && self.rejection.is_none() =>
+    /// Whether another endpoint is asked after the answer of one. Excludes those that are not.
+    fn asks_other(&mut self, failure: &Failure<E, C>, facts: &impl Facts<E, C>) -> bool {
+        let endpoint = &failure.endpoint;
+        match failure.stage {
+            Stage::Rejected => {
+                let headers = failure.response.as_ref().map(|response| &response.0.headers);
+                let pause = headers.map_or(Duration::ZERO, overload_rejection::pause);
+                self.excluded.extend(facts.record_rejection(endpoint, pause));
+                self.rejection.is_none()
+                    && facts.may_ask_other(&self.excluded, OtherBudget::Rejected)
+            }
+            Stage::Starting if self.asked_longer_up => false,
+            Stage::Starting => {
+                let not_asked = facts.not_asked_after_refusal(endpoint);
+                let Some(not_asked) = not_asked.filter(|_| facts.take_hedge_token()) else {
+                    return false;
+                };
+                self.excluded.extend(not_asked);
+                self.asked_longer_up = true;
+                true
+            }
+            Stage::NotReached => {
+                self.excluded.push(endpoint.clone());
+                let (reached, may_ask) = (failure.version.reached, self.round + 1 < ATTEMPTS);
+                let after = facts.after_not_reached(reached, &self.excluded, may_ask);
+                match after {
+                    AfterNotReached::AskAgain => drop(self.excluded.pop()),
+                    AfterNotReached::SendOriginal => self.excluded.clear(),
+                    AfterNotReached::AskOther | AfterNotReached::Respond => {}
+                }
+                after != AfterNotReached::Respond
+            }
+            _ => {
+                self.excluded.push(endpoint.clone());
+                facts.may_ask_other(&self.excluded, OtherBudget::TooOld)
+            }
+        }
+    }
+
+    /// Keeps the rejection of a failed attempt if it says more than the one before. The first one for overload is kept while
+    /// other endpoints are tried, and the last 410, or 504 of a version that the client asks for; any other rejection only
+    /// if it is the last. A refusal of an apiserver that may be starting says less than any other rejection.
+    fn keep_rejection(&mut self, failure: &mut Failure<E, C>, is_retried: bool) {
+        let kept = self.rejection.as_ref().map(|kept| kept.0.status.as_u16());
+        let is_kept = match failure.stage {
+            Stage::Rejected | Stage::Starting => kept.is_none_or(start_up::is_refusal),
+            Stage::TooOld => true,
+            Stage::NotReached => !failure.version.is_floor || !is_retried,
+            _ => !is_retried,
+        };
+        let response = failure.response.take();
+        if is_kept {
+            self.rejection = response.or(self.rejection.take());
+        }
+    }
+
+    fn on_no_stream(&mut self, reason: NoStream, facts: &impl Facts<E, C>) -> Option<Effect> {
+        let is_new_watch = self.kind == RequestKind::Watch && self.rejection.is_none();
+        Some(match (reason, &self.state) {
+            (NoStream::Other(error), State::Acquiring | State::Holding(_)) => {
+                self.refuse(error, None)
+            }
+            (NoStream::Unreachable(_), State::Holding(_)) => self.hold(),
+            (NoStream::Unreachable(reasons), State::Acquiring)
+                if is_new_watch && facts.may_hold() =>
             {
                 self.state = State::Holding(reasons.into());
                 self.hold()
             }
-            NoStream::Unreachable(reasons) => self.unreachable(&reasons),
-            NoStream::Other(error) => self.refuse(error, None),
-        }
+            (NoStream::Unreachable(reasons), State::Acquiring) => self.unreachable(&reasons),
+            _ => return None,
+        })
     }
 
     fn hold(&self) -> Effect {
         Effect::Hold { until: self.hold_until }
     }
 
-    fn on_hold_ended(&mut self) -> Effect {
+    fn on_hold_ended(&mut self) -> Option<Effect> {
         match std::mem::replace(&mut self.state, State::Ended) {
-            State::Holding(reasons) => self.unreachable(&reasons),
-            _ => self.unreachable(""),
+            State::Holding(reasons) => Some(self.unreachable(&reasons)),
+            state => {
+                self.state = state;
+                None
+            }
         }
     }
 
@@ -471,17 +513,18 @@ impl<E: Clone, C> Attempts<E, C> {
         }))
     }
 
-    fn on_heartbeat_due(&mut self, ill_health: Option<String>, now: Instant) -> Effect {
-        let Some(heartbeat) = &mut self.heartbeat else { return Effect::Wait };
+    fn on_heartbeat_due(&mut self, facts: &impl Facts<E, C>, now: Instant) -> Option<Effect> {
+        let heartbeat = self.heartbeat.as_mut()?;
+        let due = heartbeat.due.as_mut()?;
         if heartbeat.probes_left > 0 {
             heartbeat.probes_left -= 1;
-            heartbeat.due = heartbeat.due.map(|due| due + PROBE_INTERVAL);
-            return Effect::Probe { attempt: 0 };
+            *due += PROBE_INTERVAL;
+            return Some(Effect::Probe { attempt: 0 });
         }
-        heartbeat.due = Some(now + HEALTH_CHECK_INTERVAL);
-        let Some(ill_health) = ill_health else { return Effect::Wait };
+        *due = now + HEALTH_CHECK_INTERVAL;
+        let Some(ill_health) = facts.ill_health(0) else { return Some(Effect::Wait) };
         let seconds = HEARTBEAT_MIN_WAIT.as_secs();
         let reason = format!("no response for {seconds} s, and {ill_health},").into();
-        Effect::GiveUp { attempt: 0, stage: Stage::Unanswered, reason }
+        Some(Effect::GiveUp { attempt: 0, stage: Stage::Unanswered, reason })
     }
 }

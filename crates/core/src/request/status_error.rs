@@ -97,6 +97,15 @@ impl StatusError {
             .with_retry_after()
     }
 
+    /// 500 without Retry-After: a defect of jackstay. The outcome of a write is unknown.
+    pub fn internal_error(detail: impl Display) -> Self {
+        let message = format_args!(
+            "a defect of jackstay, please report it; the request may or may not have been carried out: \
+             {detail}"
+        );
+        Self::new(StatusCode::INTERNAL_SERVER_ERROR, "InternalError", "internal_error", message)
+    }
+
     /// 401: jackstay has no credential for the client.
     pub fn unauthorized(message: impl Display) -> Self {
         Self::new(StatusCode::UNAUTHORIZED, "Unauthorized", "unauthorized", message)

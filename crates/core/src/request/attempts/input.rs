@@ -19,45 +19,51 @@ pub type HeldResponse = (response::Parts, Bytes);
 pub enum Input<E, C> {
     /// The pool has reserved a stream ([`Effect::Acquire`], [`Effect::Retry`], [`Effect::Hedge`]).
     Granted { attempt: usize },
-    /// The pool has no stream for the first attempt of a round. `may_hold`: a new watch may be held.
-    NoStream { reason: NoStream, may_hold: bool },
+    /// The pool has no stream for the first attempt of a round.
+    NoStream { reason: NoStream },
     /// The pool has no stream for a hedge.
     NoHedgeStream { attempt: usize },
     /// The response has arrived as far as it is held back.
     Responded { attempt: usize },
-    /// The attempt has failed, and its stream is closed. `is_given_up`: its connection is silent, and no other
-    /// connection of its class is live.
-    Failed { attempt: usize, failure: Failure<E, C>, is_given_up: bool },
-    /// The facts about the failure of the round ([`Effect::ReportFacts`]).
-    FailureFacts { connection: ConnectionFacts, body: BodyState },
-    /// The request should not rely on the connection of this attempt alone ([`Awaited::Trouble`]). `has_whole_body`: its
-    /// body has arrived and is held, so that parallel attempts can send it.
-    Troubled { attempt: usize, has_whole_body: bool },
+    /// The attempt has failed, and its stream is closed.
+    Failed { attempt: usize, failure: Failure<E, C> },
+    /// The request should not rely on the connection of this attempt alone ([`Awaited::Trouble`]).
+    Troubled { attempt: usize },
     /// The pause after a failed hedge is over, and the connection is in trouble ([`Awaited::Loss`]).
     HedgeDue { attempt: usize },
-    /// The answer to [`Effect::TakeHedgeToken`]. `has_better_endpoint`: the endpoint of the attempt is degraded or fails
-    /// its probe, and another one is ready.
-    HedgeToken { attempt: usize, taken: bool, has_better_endpoint: bool },
-    /// The connection of a safe request is silent. `has_live`: another connection of its class is live.
-    Silent { attempt: usize, has_live: bool },
-    /// [`super::Attempts::heartbeat_due`] has come. `ill_health`: why the connection or its endpoint is not healthy.
-    HeartbeatDue { ill_health: Option<String> },
+    /// The connection of a safe request is silent.
+    Silent { attempt: usize },
+    /// [`super::Attempts::heartbeat_due`] has come.
+    HeartbeatDue,
     /// The new watch was held for this time, and an attempt may succeed again.
     OutageEnded { held: Duration },
     /// [`Effect::Pause`] is over.
     PauseEnded,
     /// The deadline of [`Effect::Hold`] has passed, or the listener drains.
     HoldEnded,
-    /// The endpoints that reject requests for overload, the one of the failed attempt included
-    /// ([`Effect::RecordRejection`]).
-    Rejecting(Vec<E>),
-    /// The answer to [`Effect::AskForOther`].
-    OtherEndpoint { may_be_asked: bool },
-    /// The answer to [`Effect::AskForLongerUp`]: the endpoints that are not asked, if another one may be
-    /// ([`crate::request::start_up::not_asked_after`]).
-    LongerUp { not_asked: Option<Vec<E>> },
-    /// The answer to [`Effect::AskForVersion`].
-    AfterNotReached(AfterNotReached),
+    /// The effect before cannot be executed, or nothing is left to wait for: a defect.
+    NotExecutable,
+}
+
+impl<E, C> Input<E, C> {
+    /// The name, for the message about an input that is impossible.
+    pub(super) const fn name(&self) -> &'static str {
+        match self {
+            Self::Granted { .. } => "Granted",
+            Self::NoStream { .. } => "NoStream",
+            Self::NoHedgeStream { .. } => "NoHedgeStream",
+            Self::Responded { .. } => "Responded",
+            Self::Failed { .. } => "Failed",
+            Self::Troubled { .. } => "Troubled",
+            Self::HedgeDue { .. } => "HedgeDue",
+            Self::Silent { .. } => "Silent",
+            Self::HeartbeatDue => "HeartbeatDue",
+            Self::OutageEnded { .. } => "OutageEnded",
+            Self::PauseEnded => "PauseEnded",
+            Self::HoldEnded => "HoldEnded",
+            Self::NotExecutable => "NotExecutable",
+        }
+    }
 }
 
 /// What the shell does after a step. Each effect leads to one input.
@@ -71,12 +77,9 @@ pub enum Effect {
     Retry,
     /// Send the request on the granted stream.
     Send { attempt: usize },
-    /// Take a token from the budget of hedges for a hedge of this attempt. `probe`: its endpoint is probed, too. All
-    /// attempts after this one have ended.
-    TakeHedgeToken { attempt: usize, probe: bool },
     /// Take a stream for this attempt, a hedge, on another live connection than that of the attempt before. `exclude`: on
-    /// another endpoint, too.
-    Hedge { attempt: usize, exclude: bool },
+    /// another endpoint, too. `probe`: the endpoint of the attempt before is probed.
+    Hedge { attempt: usize, exclude: bool, probe: bool },
     /// End this attempt, which then fails with this stage and reason.
     GiveUp { attempt: usize, stage: Stage, reason: Cow<'static, str> },
     /// Probe the endpoint of this attempt, and wait.
@@ -85,31 +88,10 @@ pub enum Effect {
     Hold { until: Instant },
     /// Wait for this time, with the same limits, and until the client's identity is confirmed.
     Pause { delay: Duration },
-    /// Report the facts about [`super::Attempts::failure`].
-    ReportFacts,
-    /// Record that the endpoint of the failed attempt rejects requests for this time.
-    RecordRejection { pause: Duration },
-    /// Find out whether a ready endpoint is left that is not excluded; if so, take a token from this budget.
-    AskForOther { budget: OtherBudget },
-    /// Find out whether an endpoint is ready that has been up longer than that of the failed attempt; if so, take a token
-    /// from the budget of hedges.
-    AskForLongerUp,
-    /// Find out how the request continues after an endpoint that has not reached its version. `may_ask_other`: enough
-    /// attempts are left to ask another one.
-    AskForVersion { may_ask_other: bool },
     /// Forward the response of this attempt. All others are cancelled.
     Respond { attempt: usize },
     /// Answer the client without a response of an attempt.
     Refuse(Box<Refused>),
-}
-
-/// The budget that limits requests to another endpoint.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum OtherBudget {
-    /// After a 410.
-    TooOld,
-    /// After a rejection for overload.
-    Rejected,
 }
 
 /// What the client gets instead of a response of an attempt.
@@ -178,27 +160,6 @@ impl<E, C> Failure<E, C> {
             }
         }
     }
-}
-
-/// The connection of a failed attempt at the time of the decision.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct ConnectionFacts {
-    /// It shows no evidence of life.
-    pub is_silent: bool,
-    pub is_dead: bool,
-    /// When it last became suspect.
-    pub suspect_since: Option<Instant>,
-}
-
-/// How much of the request's body jackstay holds.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum BodyState {
-    /// All that was read, so that it can be sent again from its beginning.
-    Held,
-    /// Not all that was read.
-    NotHeld,
-    /// The body is malformed, or the client left before its end.
-    Aborted,
 }
 
 /// How a request continues after an endpoint had not reached its version.

@@ -3,7 +3,9 @@
 
 use std::time::{Duration, Instant};
 
+use super::facts::Facts;
 use super::input::{Awaited, Effect, Failure, HedgeOutcome};
+use crate::request::retry::Stage;
 
 /// Maximum number of parallel attempts, the first included.
 pub const MAX_PARALLEL: usize = 4;
@@ -30,6 +32,16 @@ impl Hedges {
             self.outcomes.push(outcome);
         }
     }
+}
+
+/// What follows the end of an attempt.
+pub(super) enum Next<E, C> {
+    /// The other attempts go on.
+    Wait,
+    /// All attempts have failed. The failure is that of the first one.
+    RoundFailed(Failure<E, C>),
+    /// The attempt did not run.
+    Impossible,
 }
 
 /// See the module documentation. The last attempt is the only one that may have no hedge.
@@ -103,62 +115,79 @@ impl<E, C> Parallel<E, C> {
         &mut self,
         attempt: usize,
         is_safe: bool,
-        has_whole_body: bool,
-        hedges: &Hedges,
+        facts: &impl Facts<E, C>,
+        hedges: &mut Hedges,
         now: Instant,
-    ) -> Effect {
-        let may_hedge = is_safe && has_whole_body && attempt + 1 < MAX_PARALLEL;
-        let Some(troubled) = self.0.get_mut(attempt) else { return Effect::Wait };
+    ) -> Option<Effect> {
+        let Some(troubled @ Attempt::Sent) = self.0.get_mut(attempt) else { return None };
+        let may_hedge = is_safe && facts.has_whole_body() && attempt + 1 < MAX_PARALLEL;
         let hedging =
             if may_hedge { Hedging::Running { since: hedges.sent } } else { Hedging::Off };
         *troubled = Attempt::Troubled { hedging, silence_from: is_safe.then_some(now) };
-        if may_hedge { Effect::TakeHedgeToken { attempt, probe: true } } else { Effect::Wait }
+        let effect =
+            if may_hedge { self.hedge(attempt, true, facts, hedges) } else { Effect::Wait };
+        Some(effect)
     }
 
     /// The pause after a failed hedge is over.
-    pub(super) fn hedge_due(&mut self, attempt: usize) -> Effect {
-        if let Some(Attempt::Troubled { hedging, .. }) = self.0.get_mut(attempt)
-            && let Hedging::Paused { since, .. } = *hedging
-        {
-            *hedging = Hedging::Running { since };
-            return Effect::TakeHedgeToken { attempt, probe: false };
-        }
-        Effect::Wait
-    }
-
-    /// The budget has a token for a hedge of an attempt, or it is used up.
-    pub(super) fn hedge_token(
+    pub(super) fn hedge_due(
         &mut self,
         attempt: usize,
-        taken: bool,
-        has_better_endpoint: bool,
+        facts: &impl Facts<E, C>,
+        hedges: &mut Hedges,
+    ) -> Option<Effect> {
+        let Some(Attempt::Troubled { hedging, .. }) = self.0.get_mut(attempt) else { return None };
+        let Hedging::Paused { since, .. } = *hedging else { return None };
+        *hedging = Hedging::Running { since };
+        Some(self.hedge(attempt, false, facts, hedges))
+    }
+
+    /// Hedges the last attempt, unless the budget is used up.
+    fn hedge(
+        &mut self,
+        attempt: usize,
+        probe: bool,
+        facts: &impl Facts<E, C>,
         hedges: &mut Hedges,
     ) -> Effect {
-        if taken {
+        if facts.take_hedge_token() {
             self.0.push(Attempt::Acquiring);
             // All connections to a degraded endpoint are in trouble.
-            return Effect::Hedge { attempt: attempt + 1, exclude: has_better_endpoint };
+            let exclude = facts.has_better_endpoint(attempt);
+            return Effect::Hedge { attempt: attempt + 1, exclude, probe };
         }
         hedges.outcomes.push(HedgeOutcome::OverBudget);
         if let Some(Attempt::Troubled { hedging, .. }) = self.0.get_mut(attempt) {
             *hedging = Hedging::Off;
         }
-        Effect::Wait
+        if probe { Effect::Probe { attempt } } else { Effect::Wait }
     }
 
     /// A hedge has a stream.
-    pub(super) fn granted(&mut self, attempt: usize, hedges: &mut Hedges) -> Effect {
-        let Some(hedge) = self.0.get_mut(attempt) else { return Effect::Wait };
+    pub(super) fn granted(&mut self, attempt: usize, hedges: &mut Hedges) -> Option<Effect> {
+        let Some(hedge @ Attempt::Acquiring) = self.0.get_mut(attempt) else { return None };
         *hedge = Attempt::Sent;
         hedges.sent += 1;
-        Effect::Send { attempt }
+        Some(Effect::Send { attempt })
     }
 
     /// The connection of an attempt at a safe request is silent.
-    pub(super) fn silent(&mut self, attempt: usize, now: Instant) {
-        if let Some(Attempt::Troubled { silence_from, .. }) = self.0.get_mut(attempt) {
-            *silence_from = Some(now + LIVE_CHECK_INTERVAL);
+    pub(super) fn silent(
+        &mut self,
+        attempt: usize,
+        facts: &impl Facts<E, C>,
+        now: Instant,
+    ) -> Option<Effect> {
+        let Some(Attempt::Troubled { silence_from: Some(from), .. }) = self.0.get_mut(attempt)
+        else {
+            return None;
+        };
+        if !facts.has_live() {
+            let reason = "PING unanswered".into();
+            return Some(Effect::GiveUp { attempt, stage: Stage::NoHead, reason });
         }
+        *from = now + LIVE_CHECK_INTERVAL;
+        Some(Effect::Wait)
     }
 
     /// The attempts after this number of them are given up. Only the last one can be without a stream.
@@ -179,9 +208,6 @@ impl<E, C> Parallel<E, C> {
     }
 
     /// An attempt has failed. Its hedge goes on, unless the attempt is given up.
-    ///
-    /// # Errors
-    /// All attempts have failed. The failure is that of the first one.
     pub(super) fn failed(
         &mut self,
         attempt: usize,
@@ -189,46 +215,47 @@ impl<E, C> Parallel<E, C> {
         is_given_up: bool,
         hedges: &mut Hedges,
         now: Instant,
-    ) -> Result<Effect, Failure<E, C>> {
-        let Some(failed) = self.0.get_mut(attempt) else { return Ok(Effect::Wait) };
+    ) -> Next<E, C> {
+        let Some(failed @ (Attempt::Sent | Attempt::Troubled { .. })) = self.0.get_mut(attempt)
+        else {
+            return Next::Impossible;
+        };
         let since = failed.hedged_since();
         if let Some(since) = since
             && attempt + 1 < self.0.len()
             && !is_given_up
         {
             self.0[attempt] = Attempt::Failed { failure, since };
-            return Ok(Effect::Wait);
+            return Next::Wait;
         }
         hedges.ended(since, HedgeOutcome::Failed);
         self.cancel_after(attempt, hedges);
         self.0.truncate(attempt);
-        if self.0.is_empty() { Err(failure) } else { self.hedge_ended(hedges, now) }
+        if self.0.is_empty() { Next::RoundFailed(failure) } else { self.hedge_ended(hedges, now) }
     }
 
     /// The pool has no stream for a hedge.
-    ///
-    /// # Errors
-    /// As [`Self::failed`].
     pub(super) fn no_stream(
         &mut self,
         attempt: usize,
         hedges: &mut Hedges,
         now: Instant,
-    ) -> Result<Effect, Failure<E, C>> {
+    ) -> Next<E, C> {
+        let Some(Attempt::Acquiring) = self.0.get(attempt) else { return Next::Impossible };
         hedges.outcomes.push(HedgeOutcome::NoConnection);
         self.0.truncate(attempt);
         self.hedge_ended(hedges, now)
     }
 
     /// The hedge of the last attempt has ended without a response.
-    fn hedge_ended(&mut self, hedges: &mut Hedges, now: Instant) -> Result<Effect, Failure<E, C>> {
+    fn hedge_ended(&mut self, hedges: &mut Hedges, now: Instant) -> Next<E, C> {
         while let Some(last) = self.0.pop() {
             let since = last.hedged_since();
             match last {
                 Attempt::Failed { failure, .. } => {
                     hedges.ended(since, HedgeOutcome::Failed);
                     if self.0.is_empty() {
-                        return Err(failure);
+                        return Next::RoundFailed(failure);
                     }
                 }
                 Attempt::Troubled { silence_from, .. } => {
@@ -245,6 +272,6 @@ impl<E, C> Parallel<E, C> {
                 }
             }
         }
-        Ok(Effect::Wait)
+        Next::Wait
     }
 }

@@ -2,6 +2,8 @@
 
 mod properties;
 
+use std::cell::RefCell;
+
 use bytes::Bytes;
 use http::Response;
 
@@ -32,40 +34,148 @@ fn responded(attempt: usize) -> TestInput {
 }
 
 fn failed(attempt: usize, stage: Stage, code: u16) -> TestInput {
-    Input::Failed { attempt, failure: failure(stage, code), is_given_up: false }
-}
-
-fn given_up(attempt: usize) -> TestInput {
-    Input::Failed { attempt, failure: failure(Stage::NoHead, 0), is_given_up: true }
-}
-
-fn facts(body: BodyState) -> TestInput {
-    Input::FailureFacts { connection: ConnectionFacts::default(), body }
-}
-
-fn held() -> TestInput {
-    facts(BodyState::Held)
+    Input::Failed { attempt, failure: failure(stage, code) }
 }
 
 fn troubled(attempt: usize) -> TestInput {
-    Input::Troubled { attempt, has_whole_body: true }
+    Input::Troubled { attempt }
 }
 
-fn token(attempt: usize, taken: bool) -> TestInput {
-    Input::HedgeToken { attempt, taken, has_better_endpoint: false }
-}
-
-fn unreachable(may_hold: bool) -> TestInput {
-    Input::NoStream { reason: NoStream::Unreachable("down".to_owned()), may_hold }
+fn unreachable() -> TestInput {
+    Input::NoStream { reason: NoStream::Unreachable("down".to_owned()) }
 }
 
 fn exhausted() -> TestInput {
     let reason = NoStream::Other(StatusError::too_many_requests("full"));
-    Input::NoStream { reason, may_hold: true }
+    Input::NoStream { reason }
 }
 
-fn other(may_be_asked: bool) -> TestInput {
-    Input::OtherEndpoint { may_be_asked }
+/// The facts, which are favourable unless a test says otherwise. Records what was asked.
+#[expect(clippy::struct_excessive_bools, reason = "each is the answer to a question")]
+struct World {
+    connection: ConnectionFacts,
+    has_live: bool,
+    ill_health: Option<&'static str>,
+    has_better_endpoint: bool,
+    body: BodyState,
+    has_whole_body: bool,
+    may_hold: bool,
+    has_token: bool,
+    has_other: bool,
+    rejecting: Vec<Key>,
+    not_asked: Option<Vec<Key>>,
+    after: AfterNotReached,
+    asked: RefCell<Vec<String>>,
+}
+
+impl Default for World {
+    fn default() -> Self {
+        Self {
+            connection: ConnectionFacts::default(),
+            has_live: true,
+            ill_health: None,
+            has_better_endpoint: false,
+            body: BodyState::Held,
+            has_whole_body: true,
+            may_hold: true,
+            has_token: true,
+            has_other: true,
+            rejecting: vec![1, 2],
+            not_asked: Some(vec![1, 3]),
+            after: AfterNotReached::AskOther,
+            asked: RefCell::default(),
+        }
+    }
+}
+
+impl World {
+    fn ask(&self, what: impl Into<String>) {
+        self.asked.borrow_mut().push(what.into());
+    }
+}
+
+impl Facts<Key, Key> for World {
+    fn connection(&self, _: &Key) -> ConnectionFacts {
+        self.connection
+    }
+
+    fn has_live(&self) -> bool {
+        self.has_live
+    }
+
+    fn ill_health(&self, _: usize) -> Option<String> {
+        self.ill_health.map(str::to_owned)
+    }
+
+    fn has_better_endpoint(&self, _: usize) -> bool {
+        self.has_better_endpoint
+    }
+
+    fn body(&self) -> BodyState {
+        self.body
+    }
+
+    fn has_whole_body(&self) -> bool {
+        self.has_whole_body
+    }
+
+    fn may_hold(&self) -> bool {
+        self.may_hold
+    }
+
+    fn take_hedge_token(&self) -> bool {
+        self.ask("Token");
+        self.has_token
+    }
+
+    fn may_ask_other(&self, _: &[Key], budget: OtherBudget) -> bool {
+        self.ask(format!("Other {budget:?}"));
+        self.has_other
+    }
+
+    fn record_rejection(&self, _: &Key, pause: Duration) -> Vec<Key> {
+        self.ask(format!("Record {}", pause.as_secs()));
+        self.rejecting.clone()
+    }
+
+    fn not_asked_after_refusal(&self, _: &Key) -> Option<Vec<Key>> {
+        self.ask("Longer up");
+        self.not_asked.clone()
+    }
+
+    fn after_not_reached(&self, _: u64, _: &[Key], may_ask_other: bool) -> AfterNotReached {
+        self.ask(format!("Version {may_ask_other}"));
+        self.after
+    }
+}
+
+/// An input, and the facts of that step.
+struct Step(TestInput, World);
+
+impl From<TestInput> for Step {
+    fn from(input: TestInput) -> Self {
+        Self(input, World::default())
+    }
+}
+
+/// An input while the facts are these.
+fn with(input: TestInput, change: impl FnOnce(&mut World)) -> Step {
+    let mut world = World::default();
+    change(&mut world);
+    Step(input, world)
+}
+
+/// A failed attempt whose connection is silent, without another one that is live.
+fn given_up(attempt: usize) -> Step {
+    with(failed(attempt, Stage::NoHead, 0), |world| {
+        world.connection.is_silent = true;
+        world.has_live = false;
+    })
+}
+
+/// A list of steps.
+macro_rules! steps {
+    ($($step:expr),* $(,)?) => { vec![$(Step::from($step)),*] };
 }
 
 /// The effect as text, without the parts that other tests check.
@@ -82,13 +192,11 @@ fn show(effect: &Effect) -> String {
         Effect::GiveUp { attempt, stage, .. } => format!("GiveUp {attempt} {stage:?}"),
         Effect::Send { attempt } => format!("Send {attempt}"),
         Effect::Respond { attempt } => format!("Respond {attempt}"),
-        Effect::TakeHedgeToken { attempt, probe: true } => format!("Probe and Token {attempt}"),
-        Effect::TakeHedgeToken { attempt, .. } => format!("Token {attempt}"),
-        Effect::Hedge { attempt, exclude } => format!("Hedge {attempt} {exclude}"),
-        Effect::AskForOther { budget } => format!("Other {budget:?}"),
-        Effect::AskForVersion { may_ask_other } => format!("Version {may_ask_other}"),
-        Effect::AskForLongerUp => "Longer up".to_owned(),
-        Effect::RecordRejection { pause } => format!("Record {}", pause.as_secs()),
+        Effect::Hedge { attempt, exclude, probe } => {
+            let probe = if *probe { "Probe and " } else { "" };
+            format!("{probe}Hedge {attempt} {exclude}")
+        }
+        Effect::Probe { attempt } => format!("Probe {attempt}"),
         other => format!("{other:?}"),
     }
 }
@@ -97,104 +205,110 @@ fn attempts(kind: RequestKind, now: Instant) -> Attempts<Key, Key> {
     Attempts::new(kind, false, now, None)
 }
 
-/// Steps through the inputs. The text has the effects, and after `|` the outcomes of hedges.
-fn run(kind: RequestKind, inputs: Vec<TestInput>) -> (Attempts<Key, Key>, String) {
+/// As [`run`], without taking the outcomes of hedges.
+fn run_quietly(kind: RequestKind, steps: Vec<Step>) -> (Attempts<Key, Key>, Vec<String>) {
     let (now, mut rng) = (Instant::now(), Rng::with_seed(1));
     let mut attempts = attempts(kind, now);
-    let effects: Vec<_> =
-        inputs.into_iter().map(|input| show(&attempts.step(input, now, &mut rng))).collect();
+    let mut texts = Vec::new();
+    for Step(input, world) in steps {
+        let effect = attempts.step(input, &world, now, &mut rng);
+        texts.append(&mut world.asked.borrow_mut());
+        texts.push(show(&effect));
+    }
+    (attempts, texts)
+}
+
+/// Steps through the inputs. The text has what was asked and the effects, and after `|` the outcomes of hedges.
+fn run(kind: RequestKind, steps: Vec<Step>) -> (Attempts<Key, Key>, String) {
+    let (mut attempts, texts) = run_quietly(kind, steps);
     let outcomes: Vec<_> = attempts.hedge_outcomes().map(HedgeOutcome::as_str).collect();
-    let text = format!("{} | {}", effects.join(", "), outcomes.join(" "));
+    let text = format!("{} | {}", texts.join(", "), outcomes.join(" "));
     (attempts, text.trim_end_matches([' ', '|']).to_owned())
 }
 
 #[track_caller]
-fn check(kind: RequestKind, inputs: Vec<TestInput>, expected: &str) {
-    assert_eq!(run(kind, inputs).1, expected);
+fn check(kind: RequestKind, steps: Vec<Step>, expected: &str) {
+    assert_eq!(run(kind, steps).1, expected);
 }
 
 #[test]
 fn step_first_attempt_responds_or_gets_no_stream() {
-    check(Read, vec![granted(0), responded(0)], "Send 0, Respond 0");
-    check(Read, vec![unreachable(true)], "Error no_upstream -");
-    check(Watch, vec![exhausted()], "Error limit -");
-    check(Watch, vec![unreachable(false)], "Error no_upstream -");
+    check(Read, steps![granted(0), responded(0)], "Send 0, Respond 0");
+    check(Read, steps![unreachable()], "Error no_upstream -");
+    check(Watch, steps![exhausted()], "Error limit -");
+    check(
+        Watch,
+        steps![with(unreachable(), |world| world.may_hold = false)],
+        "Error no_upstream -",
+    );
 }
 
 #[test]
 fn step_request_that_a_starting_endpoint_refuses_is_sent_to_one_that_has_been_up_longer() {
-    let refused = |code| [granted(0), failed(0, Stage::Starting, code), held()];
-    let longer_up = || Input::LongerUp { not_asked: Some(vec![1, 3]) };
-    let after = |inputs: Vec<TestInput>| {
-        refused(403).into_iter().chain([longer_up()]).chain(inputs).collect::<Vec<_>>()
-    };
-    let asked = "Send 0, ReportFacts, Longer up, Retry, Send 0";
-    let refused_again = after(refused(401).into_iter().collect());
+    let refused = |code| failed(0, Stage::Starting, code);
+    let none = |world: &mut World| world.not_asked = None;
+    let asked = "Send 0, Longer up, Token, Retry, Send 0";
     for kind in [Read, Watch] {
-        check(kind, after(vec![granted(0), responded(0)]), &format!("{asked}, Respond 0"));
-        // The client gets a refusal if no other endpoint answers.
-        let none = Input::LongerUp { not_asked: None };
-        let inputs = refused(403).into_iter().chain([none]).collect();
-        check(kind, inputs, "Send 0, ReportFacts, Longer up, Rejection 403");
-        let none = "Send 0, ReportFacts, Longer up, Retry, Rejection 403";
-        check(kind, after(vec![unreachable(true)]), none);
+        let steps = steps![granted(0), refused(403), granted(0), responded(0)];
+        check(kind, steps, &format!("{asked}, Respond 0"));
+        // The client gets a refusal if no other endpoint answers, or there is no token.
+        let steps = steps![granted(0), with(refused(403), none)];
+        check(kind, steps, "Send 0, Longer up, Rejection 403");
+        let steps = steps![granted(0), with(refused(403), |world| world.has_token = false)];
+        check(kind, steps, "Send 0, Longer up, Token, Rejection 403");
+        let steps = steps![granted(0), refused(403), unreachable()];
+        check(kind, steps, "Send 0, Longer up, Token, Retry, Rejection 403");
     }
     // Only one other is asked.
-    check(Read, refused_again, &format!("{asked}, ReportFacts, Rejection 401"));
+    let steps = steps![granted(0), refused(403), granted(0), refused(401)];
+    check(Read, steps, &format!("{asked}, Rejection 401"));
     // Another rejection says more than the refusal, in whatever order they come.
-    let overloaded = [granted(0), failed(0, Stage::Rejected, 429), held()];
-    let rejecting = || Input::Rejecting(vec![2]);
-    let overloaded_later = after(overloaded.into_iter().chain([rejecting()]).collect());
-    check(Read, overloaded_later, &format!("{asked}, ReportFacts, Record 2, Rejection 429"));
-    let overloaded =
-        vec![granted(0), failed(0, Stage::Rejected, 429), held(), rejecting(), other(true)];
-    let then_refused = overloaded.into_iter().chain(refused(403));
-    let inputs = then_refused.chain([Input::LongerUp { not_asked: None }]).collect();
-    let expected = "Send 0, ReportFacts, Record 2, Other Rejected, Retry, Send 0, ReportFacts, \
-                    Longer up, Rejection 429";
-    check(Read, inputs, expected);
-    let (attempts, _) = run(Read, after(vec![]));
+    let overloaded = || failed(0, Stage::Rejected, 429);
+    let unasked = with(overloaded(), |world| world.has_other = false);
+    let steps = steps![granted(0), refused(403), granted(0), unasked];
+    check(Read, steps, &format!("{asked}, Record 2, Rejection 429"));
+    let steps = steps![granted(0), overloaded(), granted(0), with(refused(403), none)];
+    let expected = "Send 0, Record 2, Other Rejected, Retry, Send 0, Longer up, Rejection 429";
+    check(Read, steps, expected);
+    let (attempts, _) = run(Read, steps![granted(0), refused(403)]);
     assert_eq!(attempts.requirements().excluded, [1, 3]);
     // A write is not repeated.
-    let inputs = refused(403).into_iter().collect();
-    check(Write, inputs, "Send 0, ReportFacts, Rejection 403");
+    check(Write, steps![granted(0), refused(403)], "Send 0, Rejection 403");
 }
 
 #[test]
 fn step_new_watch_is_held_until_the_outage_or_the_hold_ends() {
     let ended = || Input::OutageEnded { held: Duration::from_secs(8) };
-    let hold = || vec![unreachable(true), ended(), Input::PauseEnded];
-    let after_hold = |inputs| hold().into_iter().chain(inputs).collect();
-    check(Watch, after_hold(vec![granted(0)]), "Hold, Pause, Acquire, Send 0");
-    check(Watch, after_hold(vec![unreachable(false)]), "Hold, Pause, Acquire, Hold");
-    let too_many = "Hold, Pause, Acquire, Error limit -";
-    check(Watch, after_hold(vec![exhausted()]), too_many);
-    check(Watch, vec![unreachable(true), Input::HoldEnded], "Hold, Error no_upstream -");
+    let after_hold = |input| steps![unreachable(), ended(), Input::PauseEnded, input];
+    check(Watch, after_hold(granted(0)), "Hold, Pause, Acquire, Send 0");
+    check(Watch, after_hold(unreachable()), "Hold, Pause, Acquire, Hold");
+    check(Watch, after_hold(exhausted()), "Hold, Pause, Acquire, Error limit -");
+    check(Watch, steps![unreachable(), Input::HoldEnded], "Hold, Error no_upstream -");
     // A failure before the hold does not matter after it.
-    let failure = [granted(0), failed(0, Stage::NoHead, 0), held()];
-    let (attempts, _) = run(Watch, failure.into_iter().chain(hold()).collect());
+    let lost = failed(0, Stage::NoHead, 0);
+    let steps = steps![granted(0), lost, unreachable(), ended(), Input::PauseEnded];
+    let (attempts, _) = run(Watch, steps);
     let required = attempts.requirements();
     assert!(required.previous_failure.is_none() && required.excluded.is_empty());
 
     // A rejection is forwarded instead of a hold.
-    let mut inputs = vec![granted(0), failed(0, Stage::TooOld, 410), held(), other(true)];
-    inputs.push(unreachable(true));
-    check(Watch, inputs, "Send 0, ReportFacts, Other TooOld, Retry, Rejection 410");
+    let steps = steps![granted(0), failed(0, Stage::TooOld, 410), unreachable()];
+    check(Watch, steps, "Send 0, Other TooOld, Retry, Rejection 410");
 }
 
 #[test]
 fn hold_lasts_for_the_timeout_of_the_watch_and_at_most_30_s() {
     for (timeout, expected) in [(None, 30), (Some(8), 8), (Some(600), 30)] {
-        let (now, mut rng) = (Instant::now(), Rng::with_seed(1));
+        let (now, mut rng, world) = (Instant::now(), Rng::with_seed(1), World::default());
         let timeout = timeout.map(Duration::from_secs);
         let mut attempts = Attempts::<Key, Key>::new(Watch, false, now, timeout);
         let later = now + Duration::from_secs(2);
-        let effect = attempts.step(unreachable(true), later, &mut rng);
+        let effect = attempts.step(unreachable(), &world, later, &mut rng);
         let Effect::Hold { until } = effect else { panic!("{effect:?}") };
         assert_eq!(until - now, Duration::from_secs(expected));
         let held = Duration::from_secs(16);
         let delays: Vec<_> = (0..100)
-            .map(|_| match attempts.step(Input::OutageEnded { held }, later, &mut rng) {
+            .map(|_| match attempts.step(Input::OutageEnded { held }, &world, later, &mut rng) {
                 Effect::Pause { delay } => delay,
                 effect => panic!("{effect:?}"),
             })
@@ -206,33 +320,31 @@ fn hold_lasts_for_the_timeout_of_the_watch_and_at_most_30_s() {
 
 #[test]
 fn step_failed_round_follows_the_retry_table() {
-    let fail = |stage, code| vec![granted(0), failed(0, stage, code)];
-    let with = |stage, code, then: Vec<_>| fail(stage, code).into_iter().chain(then).collect();
-    let failed = "Send 0, ReportFacts, ";
-    let check = |kind, inputs, expected: &str| check(kind, inputs, &format!("{failed}{expected}"));
-    check(Read, with(Stage::NoHead, 0, vec![held()]), "Retry");
-    check(Write, with(Stage::NotSent, 0, vec![held()]), "Retry");
-    check(Write, with(Stage::NoHead, 0, vec![held()]), "Error unknown_outcome unsafe");
-    check(Write, with(Stage::Unprocessed, 503, vec![facts(BodyState::NotHeld)]), "Rejection 503");
-    let not_held = "Error unprocessed not_held";
-    check(Write, with(Stage::Unprocessed, 0, vec![facts(BodyState::NotHeld)]), not_held);
-    let aborted = vec![facts(BodyState::Aborted)];
-    check(Read, with(Stage::NoHead, 0, aborted), "Error bad_request -");
+    let check = |kind, failed: Step, expected: &str| {
+        check(kind, steps![granted(0), failed], &format!("Send 0, {expected}"));
+    };
+    let lost = |stage| Step::from(failed(0, stage, 0));
+    check(Read, lost(Stage::NoHead), "Retry");
+    check(Write, lost(Stage::NotSent), "Retry");
+    check(Write, lost(Stage::NoHead), "Error unknown_outcome unsafe");
+    let not_held = |world: &mut World| world.body = BodyState::NotHeld;
+    check(Write, with(failed(0, Stage::Unprocessed, 503), not_held), "Rejection 503");
+    let unprocessed = with(failed(0, Stage::Unprocessed, 0), not_held);
+    check(Write, unprocessed, "Error unprocessed not_held");
+    let aborted = with(failed(0, Stage::NoHead, 0), |world| world.body = BodyState::Aborted);
+    check(Read, aborted, "Error bad_request -");
     // A 410 is asked of other endpoints, and kept.
-    check(Watch, with(Stage::TooOld, 410, vec![held(), other(true)]), "Other TooOld, Retry");
-    let refused = "Other TooOld, Rejection 410";
-    check(Watch, with(Stage::TooOld, 410, vec![held(), other(false)]), refused);
+    let too_old = || failed(0, Stage::TooOld, 410);
+    let no_other = |world: &mut World| world.has_other = false;
+    check(Watch, too_old().into(), "Other TooOld, Retry");
+    check(Watch, with(too_old(), no_other), "Other TooOld, Rejection 410");
     // An overload is asked of one other endpoint.
-    let rejecting = || Input::Rejecting(vec![1, 2]);
-    let once = vec![held(), rejecting(), other(true)];
-    check(Read, with(Stage::Rejected, 429, once), "Record 2, Other Rejected, Retry");
-    let none = vec![held(), rejecting(), other(false)];
-    check(Read, with(Stage::Rejected, 429, none), "Record 2, Other Rejected, Rejection 429");
-    let mut twice = vec![held(), rejecting(), other(true)];
-    twice.extend(fail(Stage::Rejected, 503));
-    twice.extend([held(), rejecting()]);
-    let expected = "Record 2, Other Rejected, Retry, Send 0, ReportFacts, Record 2, Rejection 429";
-    check(Read, with(Stage::Rejected, 429, twice), expected);
+    let overloaded = || failed(0, Stage::Rejected, 429);
+    check(Read, overloaded().into(), "Record 2, Other Rejected, Retry");
+    check(Read, with(overloaded(), no_other), "Record 2, Other Rejected, Rejection 429");
+    let twice = steps![granted(0), overloaded(), granted(0), failed(0, Stage::Rejected, 503)];
+    let expected = "Send 0, Record 2, Other Rejected, Retry, Send 0, Record 2, Rejection 429";
+    super::tests::check(Read, twice, expected);
     // The versions decide.
     for (after, expected, excluded) in [
         (AfterNotReached::AskAgain, "Retry", 0),
@@ -240,21 +352,18 @@ fn step_failed_round_follows_the_retry_table() {
         (AfterNotReached::SendOriginal, "Retry", 0),
         (AfterNotReached::Respond, "Rejection 504", 1),
     ] {
-        let inputs = with(Stage::NotReached, 504, vec![held(), Input::AfterNotReached(after)]);
-        let (attempts, text) = run(Read, inputs);
-        assert_eq!(text, format!("{failed}Version true, {expected}"), "{after:?}");
-        assert_eq!(attempts.excluded().len(), excluded, "{after:?}");
+        let failed = with(failed(0, Stage::NotReached, 504), |world| world.after = after);
+        let (attempts, text) = run(Read, steps![granted(0), failed]);
+        assert_eq!(text, format!("Send 0, Version true, {expected}"), "{after:?}");
+        assert_eq!(attempts.excluded.len(), excluded, "{after:?}");
     }
 }
 
 #[test]
 fn other_endpoint_is_asked_for_a_version_while_a_round_is_left_for_the_original_request() {
-    let round = || {
-        let other = Input::AfterNotReached(AfterNotReached::AskOther);
-        [granted(0), failed(0, Stage::NotReached, 504), held(), other]
-    };
-    let text = run(Read, (1..ATTEMPTS).flat_map(|_| round()).collect()).1;
-    let asks: Vec<_> = text.split(", ").filter(|effect| effect.starts_with("Version")).collect();
+    let round = |_| steps![granted(0), failed(0, Stage::NotReached, 504)];
+    let text = run(Read, (1..ATTEMPTS).flat_map(round).collect()).1;
+    let asks: Vec<_> = text.split(", ").filter(|text| text.starts_with("Version")).collect();
     assert_eq!(asks, ["Version true", "Version true", "Version true", "Version false"]);
 }
 
@@ -271,24 +380,14 @@ fn rejection_is_kept_as_its_stage_says() {
         (Stage::Unprocessed, 503, false, Stage::NoHead, 0, "Error bad_gateway attempts"),
         (Stage::NoHead, 0, false, Stage::Unprocessed, 503, "Rejection 503"),
     ] {
-        let (now, mut rng) = (Instant::now(), Rng::with_seed(1));
+        let (now, mut rng, world) = (Instant::now(), Rng::with_seed(1), World::default());
         let mut attempts = attempts(Watch, now);
         let mut fail = |stage, code, is_floor| {
-            attempts.step(granted(0), now, &mut rng);
+            attempts.step(granted(0), &world, now, &mut rng);
             let mut failure = failure(stage, code);
             failure.version.is_floor = is_floor;
-            let mut input = Input::Failed { attempt: 0, failure, is_given_up: false };
-            loop {
-                input = match attempts.step(input, now, &mut rng) {
-                    Effect::ReportFacts => held(),
-                    Effect::RecordRejection { .. } => Input::Rejecting(vec![1]),
-                    Effect::AskForOther { .. } => other(true),
-                    Effect::AskForVersion { .. } => {
-                        Input::AfterNotReached(AfterNotReached::AskOther)
-                    }
-                    effect => return show(&effect),
-                }
-            }
+            let input = Input::Failed { attempt: 0, failure };
+            show(&attempts.step(input, &world, now, &mut rng))
         };
         assert_eq!(fail(stage, code, is_floor), "Retry");
         for _ in 2..ATTEMPTS {
@@ -313,11 +412,11 @@ fn requirements_follow_from_the_failure() {
         let mut attempts = attempts(Read, now);
         let first = attempts.requirements();
         assert!(first.previous_failure.is_none() && !first.live_only && first.excluded.is_empty());
-        attempts.step(granted(0), now, &mut rng);
-        attempts.step(failed(0, stage, 0), now, &mut rng);
         let connection = ConnectionFacts { is_silent, is_dead: false, suspect_since: Some(now) };
-        let facts = Input::FailureFacts { connection, body: BodyState::Held };
-        assert_eq!(show(&attempts.step(facts, now, &mut rng)), "Retry");
+        let world = World { connection, ..World::default() };
+        attempts.step(granted(0), &world, now, &mut rng);
+        let effect = attempts.step(failed(0, stage, 0), &world, now, &mut rng);
+        assert_eq!(show(&effect), "Retry");
         let next = attempts.requirements();
         assert_eq!(next.previous_failure, Some((cause, &10)), "{stage:?}");
         assert_eq!(next.without_connection_since, Some(now), "{stage:?}");
@@ -327,35 +426,35 @@ fn requirements_follow_from_the_failure() {
 
 #[test]
 fn rounds_are_at_most_five() {
-    let round = || [granted(0), failed(0, Stage::NoHead, 0), held()];
-    let text = run(Read, (0..ATTEMPTS).flat_map(|_| round()).collect()).1;
+    let round = |_| steps![granted(0), failed(0, Stage::NoHead, 0)];
+    let text = run(Read, (0..ATTEMPTS).flat_map(round).collect()).1;
     assert_eq!(text.matches("Retry").count(), ATTEMPTS as usize - 1);
     assert!(text.ends_with("Error bad_gateway attempts"), "{text}");
 }
 
 /// An attempt in trouble, and its hedge with a stream.
-fn hedged(then: Vec<TestInput>) -> Vec<TestInput> {
-    let hedge = [granted(0), troubled(0), token(0, true), granted(1)];
-    hedge.into_iter().chain(then).collect()
+fn hedged(then: Vec<Step>) -> Vec<Step> {
+    steps![granted(0), troubled(0), granted(1)].into_iter().chain(then).collect()
 }
 
-const HEDGED: &str = "Send 0, Probe and Token 0, Hedge 1 false, Send 1";
+const HEDGED: &str = "Send 0, Token, Probe and Hedge 1 false, Send 1";
 
 #[test]
 fn step_hedges_only_safe_requests_with_a_whole_body() {
-    check(Write, vec![granted(0), troubled(0)], "Send 0, Wait");
-    let arriving = Input::Troubled { attempt: 0, has_whole_body: false };
-    check(Read, vec![granted(0), arriving], "Send 0, Wait");
-    let over_budget = vec![granted(0), troubled(0), token(0, false), responded(0)];
-    let expected = "Send 0, Probe and Token 0, Wait, Respond 0 | over_budget";
-    check(Read, over_budget, expected);
-    let better = Input::HedgeToken { attempt: 0, taken: true, has_better_endpoint: true };
-    let expected = "Send 0, Probe and Token 0, Hedge 1 true";
-    check(Read, vec![granted(0), troubled(0), better], expected);
+    check(Write, steps![granted(0), troubled(0)], "Send 0, Wait");
+    let arriving = with(troubled(0), |world| world.has_whole_body = false);
+    check(Read, steps![granted(0), arriving], "Send 0, Wait");
+    let over_budget = with(troubled(0), |world| world.has_token = false);
+    let expected = "Send 0, Token, Probe 0, Respond 0 | over_budget";
+    check(Read, steps![granted(0), over_budget, responded(0)], expected);
+    let better = with(troubled(0), |world| world.has_better_endpoint = true);
+    let expected = "Send 0, Token, Probe and Hedge 1 true";
+    check(Read, steps![granted(0), better], expected);
     for (kind, is_safe) in [(Read, true), (Write, false)] {
-        let (attempts, _) = run(kind, vec![granted(0)]);
+        let (attempts, _) = run(kind, steps![granted(0)]);
         assert_eq!(attempts.awaited(0), Some(Awaited::Trouble));
-        let (attempts, _) = run(kind, vec![granted(0), troubled(0)]);
+        let unhedged = with(troubled(0), |world| world.has_token = false);
+        let (attempts, _) = run(kind, steps![granted(0), unhedged]);
         let Some(Awaited::Loss { silence_from, hedge_from: None }) = attempts.awaited(0) else {
             panic!("{:?}", attempts.awaited(0));
         };
@@ -366,52 +465,48 @@ fn step_hedges_only_safe_requests_with_a_whole_body() {
 #[test]
 fn step_uses_the_first_response_of_parallel_attempts() {
     let check = |then, expected: &str| check(Read, hedged(then), &format!("{HEDGED}, {expected}"));
-    check(vec![responded(0)], "Respond 0 | original");
-    check(vec![responded(1)], "Respond 1 | hedge");
+    check(steps![responded(0)], "Respond 0 | original");
+    check(steps![responded(1)], "Respond 1 | hedge");
     let lost = |attempt| failed(attempt, Stage::NoHead, 0);
-    check(vec![lost(0), responded(1)], "Wait, Respond 1 | hedge");
-    check(vec![lost(0), lost(1)], "Wait, ReportFacts | failed");
-    check(vec![given_up(0)], "ReportFacts | failed");
-    check(vec![lost(1), responded(0)], "Wait, Respond 0 | original");
-    check(vec![lost(1), lost(0)], "Wait, ReportFacts | failed");
+    check(steps![lost(0), responded(1)], "Wait, Respond 1 | hedge");
+    check(steps![lost(0), lost(1)], "Wait, Retry | failed");
+    check(steps![given_up(0)], "Retry | failed");
+    check(steps![lost(1), responded(0)], "Wait, Respond 0 | original");
+    check(steps![lost(1), lost(0)], "Wait, Retry | failed");
     // The hedge is hedged itself.
-    let third = |then: Vec<_>| {
-        let hedge = [troubled(1), token(1, true), granted(2)];
-        hedge.into_iter().chain(then).collect()
-    };
-    let sent = "Probe and Token 1, Hedge 2 false, Send 2";
-    check(third(vec![responded(2)]), &format!("{sent}, Respond 2 | hedge hedge"));
-    check(third(vec![responded(1)]), &format!("{sent}, Respond 1 | hedge original"));
-    check(third(vec![responded(0)]), &format!("{sent}, Respond 0 | original"));
-    let given_up_hedge = vec![given_up(1), responded(0)];
+    let third = |then: Vec<_>| steps![troubled(1), granted(2)].into_iter().chain(then).collect();
+    let sent = "Token, Probe and Hedge 2 false, Send 2";
+    check(third(steps![responded(2)]), &format!("{sent}, Respond 2 | hedge hedge"));
+    check(third(steps![responded(1)]), &format!("{sent}, Respond 1 | hedge original"));
+    check(third(steps![responded(0)]), &format!("{sent}, Respond 0 | original"));
+    let given_up_hedge = steps![given_up(1), responded(0)];
     check(third(given_up_hedge), &format!("{sent}, Wait, Respond 0 | failed original"));
-    let all = vec![lost(0), lost(1), lost(2)];
-    check(third(all), &format!("{sent}, Wait, Wait, ReportFacts | failed failed"));
+    let all = steps![lost(0), lost(1), lost(2)];
+    check(third(all), &format!("{sent}, Wait, Wait, Retry | failed failed"));
 }
 
 #[test]
 fn step_hedge_without_a_stream_is_repeated_after_a_pause() {
     let no_stream = || Input::NoHedgeStream { attempt: 1 };
-    let first = || vec![granted(0), troubled(0), token(0, true)];
-    let begin = "Send 0, Probe and Token 0, Hedge 1 false";
+    let first = || steps![granted(0), troubled(0)];
+    let begin = "Send 0, Token, Probe and Hedge 1 false";
     let (attempts, text) = run(Read, first());
     assert_eq!((text.as_str(), attempts.awaited(1)), (begin, Some(Awaited::Stream)));
-    let with = |then: Vec<_>| first().into_iter().chain(then).collect();
-    let check = |then, expected: &str| check(Read, with(then), &format!("{begin}, {expected}"));
+    let check = |then: Vec<_>, expected: &str| {
+        check(Read, first().into_iter().chain(then).collect(), &format!("{begin}, {expected}"));
+    };
     let due = || Input::HedgeDue { attempt: 0 };
-    let again = vec![no_stream(), due(), token(0, true)];
-    check(again, "Wait, Token 0, Hedge 1 false | no_connection");
-    check(vec![no_stream(), responded(0)], "Wait, Respond 0 | no_connection");
-    check(
-        vec![no_stream(), due(), token(0, false)],
-        "Wait, Token 0, Wait | no_connection over_budget",
-    );
-    let lost = failed(0, Stage::NoHead, 0);
-    check(vec![lost, no_stream()], "Wait, ReportFacts | no_connection");
+    let again = steps![no_stream(), due()];
+    check(again, "Wait, Token, Hedge 1 false | no_connection");
+    check(steps![no_stream(), responded(0)], "Wait, Respond 0 | no_connection");
+    let over_budget = with(due(), |world| world.has_token = false);
+    let expected = "Wait, Token, Wait | no_connection over_budget";
+    check(steps![no_stream(), over_budget], expected);
+    check(steps![failed(0, Stage::NoHead, 0), no_stream()], "Wait, Retry | no_connection");
 
     let (now, mut rng) = (Instant::now(), Rng::with_seed(1));
     let (mut attempts, _) = run(Read, first());
-    attempts.step(no_stream(), now, &mut rng);
+    attempts.step(no_stream(), &World::default(), now, &mut rng);
     let Some(Awaited::Loss { hedge_from, .. }) = attempts.awaited(0) else { panic!() };
     assert_eq!(hedge_from, Some(now + HEDGE_INTERVAL));
     assert_eq!(attempts.awaited(1), None);
@@ -419,36 +514,34 @@ fn step_hedge_without_a_stream_is_repeated_after_a_pause() {
 
 #[test]
 fn token_of_a_hedge_that_is_given_up_without_a_stream_returns() {
-    let waiting = |then: Vec<_>| {
-        let hedge = [granted(0), troubled(0), token(0, true)];
-        hedge.into_iter().chain(then).collect()
-    };
-    let begin = "Send 0, Probe and Token 0, Hedge 1 false";
+    let waiting = |then: Vec<_>| steps![granted(0), troubled(0)].into_iter().chain(then).collect();
+    let begin = "Send 0, Token, Probe and Hedge 1 false";
     let lost = || failed(0, Stage::NoHead, 0);
     for (then, expected) in [
-        (vec![responded(0)], "Respond 0 | cancelled"),
-        (vec![given_up(0)], "ReportFacts | cancelled"),
-        (vec![lost(), granted(1), responded(1)], "Wait, Send 1, Respond 1 | hedge"),
+        (steps![responded(0)], "Respond 0 | cancelled"),
+        (steps![given_up(0)], "Retry | cancelled"),
+        (steps![lost(), granted(1), responded(1)], "Wait, Send 1, Respond 1 | hedge"),
         // The hedge of a hedge.
         (
-            vec![granted(1), troubled(1), token(1, true), responded(0)],
-            "Send 1, Probe and Token 1, Hedge 2 false, Respond 0 | cancelled original",
+            steps![granted(1), troubled(1), responded(0)],
+            "Send 1, Token, Probe and Hedge 2 false, Respond 0 | cancelled original",
         ),
         (
-            vec![granted(1), troubled(1), token(1, true), given_up(1)],
-            "Send 1, Probe and Token 1, Hedge 2 false, Wait | cancelled",
+            steps![granted(1), troubled(1), given_up(1)],
+            "Send 1, Token, Probe and Hedge 2 false, Wait | cancelled",
         ),
     ] {
         check(Read, waiting(then), &format!("{begin}, {expected}"));
     }
     // The client abandons the request.
-    for (inputs, outcomes) in [
-        (waiting(vec![]), vec![HedgeOutcome::Cancelled]),
-        (waiting(vec![lost()]), vec![HedgeOutcome::Cancelled]),
-        (waiting(vec![granted(1)]), vec![]),
-        (vec![granted(0), troubled(0)], vec![]),
+    let over_budget = with(troubled(0), |world| world.has_token = false);
+    for (steps, outcomes) in [
+        (waiting(steps![]), vec![HedgeOutcome::Cancelled]),
+        (waiting(steps![lost()]), vec![HedgeOutcome::Cancelled]),
+        (waiting(steps![granted(1)]), vec![]),
+        (steps![granted(0), over_budget], vec![HedgeOutcome::OverBudget]),
     ] {
-        let (mut attempts, _) = run(Read, inputs);
+        let (mut attempts, _) = run_quietly(Read, steps);
         attempts.cancel();
         attempts.cancel();
         assert_eq!(attempts.hedge_outcomes().collect::<Vec<_>>(), outcomes);
@@ -457,10 +550,8 @@ fn token_of_a_hedge_that_is_given_up_without_a_stream_returns() {
 
 #[test]
 fn step_at_most_four_attempts_are_parallel() {
-    let chain = (0..MAX_PARALLEL)
-        .flat_map(|attempt| [granted(attempt), troubled(attempt), token(attempt, true)]);
-    let inputs = chain.take(3 * MAX_PARALLEL - 1).collect();
-    let (attempts, text) = run(Read, inputs);
+    let steps = (0..MAX_PARALLEL).flat_map(|attempt| steps![granted(attempt), troubled(attempt)]);
+    let (attempts, text) = run(Read, steps.collect());
     assert!(text.ends_with("Send 3, Wait"), "{text}");
     assert_eq!(attempts.hedges_sent(), 3);
     assert_eq!(attempts.awaited(MAX_PARALLEL), None);
@@ -468,13 +559,14 @@ fn step_at_most_four_attempts_are_parallel() {
 
 #[test]
 fn step_silent_safe_request_is_given_up_without_a_live_connection() {
-    let silent = |has_live| Input::Silent { attempt: 0, has_live };
+    let silent = || Input::Silent { attempt: 0 };
     let check = |then, expected: &str| check(Read, hedged(then), &format!("{HEDGED}, {expected}"));
-    check(vec![silent(false), given_up(0)], "GiveUp 0 NoHead, ReportFacts | failed");
-    check(vec![silent(true)], "Wait");
+    let none_live = with(silent(), |world| world.has_live = false);
+    check(steps![none_live, given_up(0)], "GiveUp 0 NoHead, Retry | failed");
+    check(steps![silent()], "Wait");
     let (now, mut rng) = (Instant::now(), Rng::with_seed(1));
-    let (mut attempts, _) = run(Read, hedged(vec![]));
-    attempts.step(silent(true), now, &mut rng);
+    let (mut attempts, _) = run(Read, hedged(steps![]));
+    attempts.step(silent(), &World::default(), now, &mut rng);
     let Some(Awaited::Loss { silence_from, .. }) = attempts.awaited(0) else { panic!() };
     assert_eq!(silence_from, Some(now + LIVE_CHECK_INTERVAL));
 }
@@ -484,26 +576,67 @@ fn heartbeat_is_probed_each_second_and_given_up_after_four() {
     let (now, mut rng) = (Instant::now(), Rng::with_seed(1));
     let mut attempts = Attempts::<Key, Key>::new(Write, true, now, None);
     assert_eq!(attempts.heartbeat_due(), None);
-    attempts.step(granted(0), now, &mut rng);
-    let ill = || Some("it is degraded".to_owned());
+    attempts.step(granted(0), &World::default(), now, &mut rng);
+    let ill = Some("it is degraded");
     // The time in milliseconds, the health, and the effect.
     for (due, ill_health, expected) in [
-        (1_000, ill(), "Probe { attempt: 0 }"),
-        (2_000, ill(), "Probe { attempt: 0 }"),
-        (3_000, None, "Probe { attempt: 0 }"),
+        (1_000, ill, "Probe 0"),
+        (2_000, ill, "Probe 0"),
+        (3_000, None, "Probe 0"),
         (4_000, None, "Wait"),
         (4_100, None, "Wait"),
-        (4_200, ill(), "GiveUp 0 Unanswered"),
+        (4_200, ill, "GiveUp 0 Unanswered"),
     ] {
         let due = now + Duration::from_millis(due);
         assert_eq!(attempts.heartbeat_due(), Some(due));
-        let effect = attempts.step(Input::HeartbeatDue { ill_health }, due, &mut rng);
+        let world = World { ill_health, ..World::default() };
+        let effect = attempts.step(Input::HeartbeatDue, &world, due, &mut rng);
         assert_eq!(show(&effect), expected);
         if let Effect::GiveUp { reason, .. } = effect {
             assert_eq!(reason, "no response for 4 s, and it is degraded,");
         }
     }
-    attempts.step(failed(0, Stage::Unanswered, 0), now, &mut rng);
+    let failed = failed(0, Stage::Unanswered, 0);
+    let effect = attempts.step(failed, &World::default(), now, &mut rng);
     assert_eq!(attempts.heartbeat_due(), None);
-    assert_eq!(show(&attempts.step(held(), now, &mut rng)), "Error heartbeat_ended unsafe");
+    assert_eq!(show(&effect), "Error heartbeat_ended unsafe");
+}
+
+/// In a release build the client gets an error, in any other one the test ends.
+#[test]
+fn step_refuses_an_input_that_is_impossible() {
+    let ended = || Input::OutageEnded { held: Duration::ZERO };
+    for (steps, impossible) in [
+        (steps![], responded(0)),
+        (steps![], troubled(0)),
+        (steps![], ended()),
+        (steps![granted(0)], granted(0)),
+        (steps![granted(0)], granted(1)),
+        (steps![granted(0)], responded(1)),
+        (steps![granted(0)], failed(1, Stage::NoHead, 0)),
+        (steps![granted(0)], unreachable()),
+        (steps![granted(0)], Input::HoldEnded),
+        (steps![granted(0)], Input::HeartbeatDue),
+        (steps![granted(0)], Input::HedgeDue { attempt: 0 }),
+        (steps![granted(0)], Input::Silent { attempt: 0 }),
+        (steps![granted(0)], Input::NotExecutable),
+        (steps![granted(0), troubled(0)], troubled(0)),
+        (steps![granted(0), troubled(0)], responded(1)),
+        (steps![granted(0), troubled(0), granted(1)], granted(1)),
+        (steps![granted(0), troubled(0), granted(1)], Input::NoHedgeStream { attempt: 1 }),
+        (steps![granted(0), responded(0)], responded(0)),
+    ] {
+        let name = impossible.name();
+        let (mut attempts, before) = run(Read, steps);
+        let step = std::panic::AssertUnwindSafe(|| {
+            let (now, mut rng) = (Instant::now(), Rng::with_seed(1));
+            show(&attempts.step(impossible, &World::default(), now, &mut rng))
+        });
+        let result = std::panic::catch_unwind(step);
+        assert_eq!(result.is_err(), cfg!(debug_assertions), "{name} after {before}");
+        if let Ok(effect) = result {
+            assert_eq!(effect, "Error internal_error -", "{name} after {before}");
+            assert_eq!(attempts.awaited(0), None, "{name} after {before}");
+        }
+    }
 }

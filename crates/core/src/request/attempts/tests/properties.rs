@@ -1,5 +1,7 @@
 //! Property tests with random sequences of inputs.
 
+use std::cell::{Cell, RefCell};
+
 use fastrand::Rng;
 use proptest::prelude::*;
 
@@ -16,6 +18,88 @@ enum Slot {
     Sent,
 }
 
+/// Facts that are random, and change at random.
+struct RandomFacts {
+    rng: RefCell<Rng>,
+    /// Tokens that were taken from the budget of hedges.
+    taken: Cell<u32>,
+    /// Tokens that are left.
+    tokens: Cell<u32>,
+    /// Endpoints that have been up longer were found, which takes a token as well.
+    longer_up: Cell<u32>,
+}
+
+impl RandomFacts {
+    fn new(seed: u64) -> Self {
+        let (taken, tokens, longer_up) = (Cell::new(0), Cell::new(40), Cell::new(0));
+        Self { rng: RefCell::new(Rng::with_seed(seed)), taken, tokens, longer_up }
+    }
+
+    fn is(&self, one_in: u32) -> bool {
+        self.rng.borrow_mut().u32(..one_in) == 0
+    }
+}
+
+impl Facts<Key, Key> for RandomFacts {
+    fn connection(&self, _: &Key) -> ConnectionFacts {
+        ConnectionFacts { is_silent: self.is(2), is_dead: self.is(2), suspect_since: None }
+    }
+
+    fn has_live(&self) -> bool {
+        self.is(2)
+    }
+
+    fn ill_health(&self, _: usize) -> Option<String> {
+        self.is(2).then(|| "ill".to_owned())
+    }
+
+    fn has_better_endpoint(&self, _: usize) -> bool {
+        self.is(2)
+    }
+
+    fn body(&self) -> BodyState {
+        let bodies = [BodyState::NotHeld, BodyState::Aborted];
+        if self.is(6) { bodies[usize::from(self.is(2))] } else { BodyState::Held }
+    }
+
+    fn has_whole_body(&self) -> bool {
+        !self.is(4)
+    }
+
+    fn may_hold(&self) -> bool {
+        self.is(2)
+    }
+
+    fn take_hedge_token(&self) -> bool {
+        let tokens = self.tokens.get();
+        if tokens > 0 {
+            self.tokens.set(tokens - 1);
+            self.taken.set(self.taken.get() + 1);
+        }
+        tokens > 0
+    }
+
+    fn may_ask_other(&self, _: &[Key], _: OtherBudget) -> bool {
+        !self.is(4)
+    }
+
+    fn record_rejection(&self, endpoint: &Key, _: Duration) -> Vec<Key> {
+        vec![*endpoint]
+    }
+
+    fn not_asked_after_refusal(&self, endpoint: &Key) -> Option<Vec<Key>> {
+        let found = !self.is(4);
+        self.longer_up.set(self.longer_up.get() + u32::from(found && self.tokens.get() > 0));
+        found.then(|| vec![*endpoint])
+    }
+
+    fn after_not_reached(&self, _: u64, _: &[Key], _: bool) -> AfterNotReached {
+        use AfterNotReached::{AskAgain, AskOther, Respond, SendOriginal};
+        let answers = [AskAgain, AskOther, SendOriginal, Respond];
+        answers[self.rng.borrow_mut().usize(..4)]
+    }
+}
+
 /// A shell that executes effects, with an input chosen at random for each.
 struct Shell {
     attempts: Attempts<Key, Key>,
@@ -25,9 +109,8 @@ struct Shell {
     /// Number of inputs that may still be chosen freely.
     free: usize,
     slots: [Slot; MAX_PARALLEL],
-    /// Tokens of the hedge budget.
-    tokens: u32,
-    taken: u32,
+    facts: RandomFacts,
+    /// Tokens that went back to the budget of hedges.
     returned: u32,
     hedges: u32,
     /// Hedges that were cancelled while they waited for a stream.
@@ -47,8 +130,7 @@ impl Shell {
             rng: Rng::with_seed(seed),
             free: MAX_RANDOM,
             slots: [Slot::Ended; MAX_PARALLEL],
-            tokens: 40,
-            taken: 0,
+            facts: RandomFacts::new(!seed),
             returned: 0,
             hedges: 0,
             cancelled: 0,
@@ -76,15 +158,14 @@ impl Shell {
             self.reached += 1;
         }
         let code = if self.rng.bool() { 503 } else { 0 };
-        let failure = failure(stage, code);
-        Input::Failed { attempt, failure, is_given_up: self.rng.bool() }
+        Input::Failed { attempt, failure: failure(stage, code) }
     }
 
     /// An input for the first attempt of a round.
     fn acquire(&mut self) -> TestInput {
         assert_eq!(self.slots, [Slot::Ended; MAX_PARALLEL]);
         if self.chance(8) {
-            return if self.rng.bool() { exhausted() } else { unreachable(self.rng.bool()) };
+            return if self.rng.bool() { exhausted() } else { unreachable() };
         }
         self.slots[0] = Slot::Acquiring;
         granted(0)
@@ -94,8 +175,7 @@ impl Shell {
     fn event(&mut self) -> TestInput {
         self.now += Duration::from_millis(self.rng.u64(..2_000));
         if self.attempts.heartbeat_due().is_some() && self.chance(2) {
-            let ill_health = self.rng.bool().then(|| "ill".to_owned());
-            return Input::HeartbeatDue { ill_health };
+            return Input::HeartbeatDue;
         }
         let running: Vec<_> =
             (0..MAX_PARALLEL).filter(|attempt| self.slots[*attempt] != Slot::Ended).collect();
@@ -110,11 +190,9 @@ impl Shell {
                 Input::NoHedgeStream { attempt }
             }
             (_, 0) if self.chance(4) => responded(attempt),
-            (Awaited::Trouble, 1 | 2) if is_free => {
-                Input::Troubled { attempt, has_whole_body: self.rng.u32(..4) > 0 }
-            }
+            (Awaited::Trouble, 1 | 2) if is_free => troubled(attempt),
             (Awaited::Loss { silence_from: Some(_), .. }, 1) if is_free => {
-                Input::Silent { attempt, has_live: self.rng.bool() }
+                Input::Silent { attempt }
             }
             (Awaited::Loss { hedge_from: Some(from), .. }, 2) if is_free => {
                 self.now = self.now.max(from);
@@ -133,7 +211,7 @@ impl Shell {
         for steps in 1..10 * MAX_RANDOM {
             self.free = self.free.saturating_sub(1);
             let mut rng = self.rng.fork();
-            let effect = self.attempts.step(input, self.now, &mut rng);
+            let effect = self.attempts.step(input, &self.facts, self.now, &mut rng);
             self.count();
             if let Effect::Respond { attempt } = effect {
                 assert_eq!(self.slots[attempt], Slot::Sent);
@@ -157,15 +235,6 @@ impl Shell {
                 self.send(attempt);
                 self.event()
             }
-            Effect::TakeHedgeToken { attempt, .. } => {
-                assert_eq!(self.slots[attempt], Slot::Sent);
-                let taken = self.tokens > 0;
-                if taken {
-                    self.tokens -= 1;
-                    self.taken += 1;
-                }
-                Input::HedgeToken { attempt, taken, has_better_endpoint: self.rng.bool() }
-            }
             Effect::Hedge { attempt, .. } => {
                 assert_eq!(self.slots[attempt], Slot::Ended);
                 assert_eq!(self.slots[attempt - 1], Slot::Sent);
@@ -178,21 +247,6 @@ impl Shell {
             }
             Effect::Pause { .. } if self.chance(2) => Input::PauseEnded,
             Effect::Hold { .. } | Effect::Pause { .. } => Input::HoldEnded,
-            Effect::ReportFacts => {
-                let bodies = [BodyState::Held, BodyState::NotHeld, BodyState::Aborted];
-                let body = bodies[if self.rng.u32(..8) > 0 { 0 } else { self.rng.usize(..3) }];
-                facts(body)
-            }
-            Effect::RecordRejection { .. } => Input::Rejecting(vec![1]),
-            Effect::AskForOther { .. } => other(self.rng.u32(..4) > 0),
-            Effect::AskForLongerUp => {
-                Input::LongerUp { not_asked: (self.rng.u32(..4) > 0).then(|| vec![1]) }
-            }
-            Effect::AskForVersion { .. } => {
-                use AfterNotReached::{AskAgain, AskOther, Respond, SendOriginal};
-                let answers = [AskAgain, AskOther, SendOriginal, Respond];
-                Input::AfterNotReached(answers[self.rng.usize(..4)])
-            }
             Effect::Wait | Effect::Probe { .. } => self.event(),
             Effect::Respond { .. } | Effect::Refuse(_) => unreachable!(),
         }
@@ -218,7 +272,7 @@ impl Shell {
         for outcome in self.attempts.hedge_outcomes() {
             if outcome == HedgeOutcome::NoConnection {
                 self.returned += 1;
-                self.tokens += 1;
+                self.facts.tokens.set(self.facts.tokens.get() + 1);
             }
         }
     }
@@ -258,7 +312,8 @@ proptest! {
         prop_assert!(shell.attempts.awaited(0).is_none());
         prop_assert_eq!(shell.slots, [Slot::Ended; MAX_PARALLEL]);
         // A hedge that is cancelled while it waits for its stream costs a token.
-        prop_assert_eq!(shell.taken, shell.returned + shell.hedges + shell.cancelled);
+        let left = shell.returned + shell.hedges + shell.cancelled + shell.facts.longer_up.get();
+        prop_assert_eq!(shell.facts.taken.get(), left);
         prop_assert!(shell.attempts.hedge_outcomes().next().is_none());
     }
 }

@@ -1,0 +1,82 @@
+//! What a step may ask about the world outside the state machine.
+
+use std::time::{Duration, Instant};
+
+use super::input::AfterNotReached;
+
+/// Answers the questions of [`super::Attempts::step`]. All answers are there at once: a step does not wait.
+pub trait Facts<E, C> {
+    /// The state of a connection that an attempt has used.
+    fn connection(&self, connection: &C) -> ConnectionFacts;
+
+    /// Whether a connection of the request's class is live.
+    fn has_live(&self) -> bool;
+
+    /// Why the connection of this attempt or its endpoint is not healthy; `None` if both are.
+    fn ill_health(&self, attempt: usize) -> Option<String>;
+
+    /// Whether the endpoint of this attempt is degraded or fails its probe, and another one is ready.
+    fn has_better_endpoint(&self, attempt: usize) -> bool;
+
+    /// How much of the request's body is held.
+    fn body(&self) -> BodyState;
+
+    /// Whether the whole body has arrived and is held, so that parallel attempts can send it.
+    fn has_whole_body(&self) -> bool;
+
+    /// Whether a new watch may be held.
+    fn may_hold(&self) -> bool;
+
+    /// Takes a token from the budget of hedges.
+    fn take_hedge_token(&self) -> bool;
+
+    /// Whether a ready endpoint is left besides these. If so, takes a token from the budget, which may have none.
+    fn may_ask_other(&self, besides: &[E], budget: OtherBudget) -> bool;
+
+    /// Records that an endpoint rejects requests for overload for this time. Returns all endpoints that do.
+    fn record_rejection(&self, endpoint: &E, pause: Duration) -> Vec<E>;
+
+    /// The endpoints that are not asked after a refusal by this one, if another one may be
+    /// ([`crate::request::start_up::not_asked_after`]).
+    fn not_asked_after_refusal(&self, endpoint: &E) -> Option<Vec<E>>;
+
+    /// How the request continues after an endpoint that has reached only the version `reached`. `without_version`: the
+    /// endpoints that have not reached it, this one included. `may_ask_other`: enough attempts are left to ask another one.
+    fn after_not_reached(
+        &self,
+        reached: u64,
+        without_version: &[E],
+        may_ask_other: bool,
+    ) -> AfterNotReached;
+}
+
+/// The budget that limits requests to another endpoint.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum OtherBudget {
+    /// After a 410.
+    TooOld,
+    /// After a rejection for overload.
+    Rejected,
+}
+
+/// The state of a connection.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct ConnectionFacts {
+    /// It shows no evidence of life.
+    pub is_silent: bool,
+    /// It has ended, or was given up as dead.
+    pub is_dead: bool,
+    /// When it last became suspect.
+    pub suspect_since: Option<Instant>,
+}
+
+/// How much of the request's body jackstay holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum BodyState {
+    /// All that was read, so that it can be sent again from its beginning.
+    Held,
+    /// Not all that was read.
+    NotHeld,
+    /// The body is malformed, or the client left before its end.
+    Aborted,
+}

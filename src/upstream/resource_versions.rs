@@ -10,9 +10,9 @@
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
-
 use std::time::Instant;
 
+use arc_swap::ArcSwap;
 use jackstay_sys::clock;
 
 use super::endpoint::{Endpoint, EndpointState};
@@ -39,7 +39,15 @@ pub struct ResourceRecord {
     pub lists: Arc<ListSource>,
     /// The time from which [`ShownVersion::raised_at`] is counted.
     epoch: Instant,
-    endpoints: Mutex<Vec<(Weak<Endpoint>, Arc<ShownVersion>)>>,
+    /// Replaced when an endpoint joins: each read looks at every candidate, and must not wait for another one.
+    endpoints: ArcSwap<Vec<Arc<ShownBy>>>,
+}
+
+/// An endpoint, and what it has shown.
+#[derive(Debug)]
+struct ShownBy {
+    endpoint: Weak<Endpoint>,
+    shown: Arc<ShownVersion>,
 }
 
 /// The highest version of one resource that the watch cache of one endpoint has shown.
@@ -86,7 +94,7 @@ impl ResourceVersions {
             name: Arc::clone(&name),
             lists: Arc::clone(&self.lists),
             epoch: clock::now(),
-            endpoints: Mutex::default(),
+            endpoints: ArcSwap::default(),
         });
         records.insert(name, Arc::clone(&record));
         Some(record)
@@ -126,17 +134,26 @@ pub fn group_of(name: &str) -> &str {
 impl ResourceRecord {
     /// The version that `endpoint` has shown, which its watches and reads raise.
     pub fn shown_by(&self, endpoint: &Arc<Endpoint>) -> Arc<ShownVersion> {
-        let mut endpoints = self.endpoints();
-        if let Some((_, shown)) = endpoints.iter().find(|(known, _)| is(known, endpoint)) {
-            return Arc::clone(shown);
+        if let Some(shown) = self.of(endpoint, Arc::clone) {
+            return shown;
         }
-        endpoints.retain(|(known, _)| known.strong_count() > 0);
-        if endpoints.len() >= MAX_ENDPOINTS {
-            endpoints.remove(0);
-        }
-        let shown = Arc::new(ShownVersion::default());
-        endpoints.push((Arc::downgrade(endpoint), Arc::clone(&shown)));
-        shown
+        let (shown, key) = (Arc::default(), Arc::downgrade(endpoint));
+        let added = Arc::new(ShownBy { endpoint: key, shown: Arc::clone(&shown) });
+        let before = self.endpoints.rcu(|all| {
+            if all.iter().any(|one| one.is(endpoint)) {
+                return Arc::clone(all);
+            }
+            let mut all: Vec<_> =
+                all.iter().filter(|one| one.endpoint.strong_count() > 0).cloned().collect();
+            if all.len() >= MAX_ENDPOINTS {
+                all.remove(0);
+            }
+            all.push(Arc::clone(&added));
+            Arc::new(all)
+        });
+        // Another thread may have added it.
+        let known = before.iter().find(|one| one.is(endpoint));
+        known.map_or(shown, |one| Arc::clone(&one.shown))
     }
 
     /// Whether the cache of `endpoint` is known to have reached `version`.
@@ -149,16 +166,18 @@ impl ResourceRecord {
         self.of(endpoint, |shown| shown.list.load(Ordering::Relaxed)).unwrap_or(0)
     }
 
-    fn of<T>(&self, endpoint: &Arc<Endpoint>, read: impl FnOnce(&ShownVersion) -> T) -> Option<T> {
-        let endpoints = self.endpoints();
-        let (_, shown) = endpoints.iter().find(|(known, _)| is(known, endpoint))?;
-        Some(read(shown))
+    fn of<T>(
+        &self,
+        endpoint: &Arc<Endpoint>,
+        read: impl FnOnce(&Arc<ShownVersion>) -> T,
+    ) -> Option<T> {
+        let endpoints = self.endpoints.load();
+        endpoints.iter().find(|one| one.is(endpoint)).map(|one| read(&one.shown))
     }
 
     /// Whether a watch of the resource is open on `endpoint`.
     pub fn has_watch(&self, endpoint: &Arc<Endpoint>) -> bool {
-        let endpoints = self.endpoints();
-        endpoints.iter().any(|(known, shown)| is(known, endpoint) && Arc::strong_count(shown) > 1)
+        self.of(endpoint, |shown| Arc::strong_count(shown) > 1).unwrap_or(false)
     }
 
     /// The highest version that a ready endpoint has shown; 0 if none has.
@@ -170,8 +189,7 @@ impl ResourceRecord {
 
     /// The endpoints that have shown a version.
     pub fn endpoints_with_versions(&self) -> Vec<EndpointVersion> {
-        let endpoints = self.endpoints();
-        let of = |(endpoint, shown): &(Weak<Endpoint>, Arc<ShownVersion>)| {
+        let of = |ShownBy { endpoint, shown }: &ShownBy| {
             let raised_at =
                 std::time::Duration::from_millis(shown.raised_at.load(Ordering::Relaxed));
             Some(EndpointVersion {
@@ -181,7 +199,8 @@ impl ResourceRecord {
                 raised_at: self.epoch + raised_at,
             })
         };
-        endpoints.iter().filter_map(of).filter(|shown| shown.version > 0).collect()
+        let endpoints = self.endpoints.load();
+        endpoints.iter().filter_map(|one| of(one)).filter(|shown| shown.version > 0).collect()
     }
 
     /// Records that the cache of an endpoint, whose version is `shown`, has reached `version`. Returns whether that is
@@ -229,9 +248,9 @@ impl ResourceRecord {
     /// See [`ResourceVersions::forget_above`].
     fn forget_above(&self, revision: u64) -> u64 {
         let forget = |part: &AtomicU64| part.fetch_min(revision, Ordering::Relaxed);
-        let endpoints = self.endpoints();
-        let highest = endpoints.iter().map(|(_, shown)| {
-            let parts = [&shown.version, &shown.list, &shown.event];
+        let endpoints = self.endpoints.load();
+        let highest = endpoints.iter().map(|one| {
+            let parts = [&one.shown.version, &one.shown.list, &one.shown.event];
             parts.map(forget).into_iter().max().unwrap_or(0)
         });
         highest.max().unwrap_or(0)
@@ -245,9 +264,11 @@ impl ResourceRecord {
         shown.event.fetch_min(version, Ordering::Relaxed);
         self.raise(shown, version, now);
     }
+}
 
-    fn endpoints(&self) -> MutexGuard<'_, Vec<(Weak<Endpoint>, Arc<ShownVersion>)>> {
-        self.endpoints.lock().unwrap_or_else(PoisonError::into_inner)
+impl ShownBy {
+    fn is(&self, endpoint: &Arc<Endpoint>) -> bool {
+        std::ptr::eq(self.endpoint.as_ptr(), Arc::as_ptr(endpoint))
     }
 }
 
@@ -256,10 +277,6 @@ impl ShownVersion {
     pub fn version(&self) -> u64 {
         self.version.load(Ordering::Relaxed)
     }
-}
-
-fn is(known: &Weak<Endpoint>, endpoint: &Arc<Endpoint>) -> bool {
-    std::ptr::eq(known.as_ptr(), Arc::as_ptr(endpoint))
 }
 
 #[cfg(test)]

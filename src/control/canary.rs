@@ -1,15 +1,15 @@
 //! Compares the errors of the newest version with those of the older ones, and withdraws the share of requests that
-//! the newest version gets (`canary`).
+//! the newest version gets ([`jackstay_core::canary`]).
 
 use std::sync::Arc;
 
+use jackstay_core::canary::{Answers, CanaryChange, CanaryEndpoint, INTERVAL};
 use jackstay_sys::clock;
 use tokio::time::sleep;
 
 use crate::config::Percent;
 use crate::observe::events::{Change, EventKind};
 use crate::upstream::Upstream;
-use crate::upstream::canary::{Answers, CanaryChange, CanaryEndpoint, INTERVAL};
 
 /// Watches the answers of all endpoints while the upstream has a canary share. Never returns.
 pub async fn run(upstream: Arc<Upstream>) {

@@ -2,8 +2,8 @@
 
 use serde::Serialize;
 
-use super::fault_lines::{FaultLine, Loss};
 use super::repeat_filter::Suppressed;
+use jackstay_core::fault_lines::{FaultLine, Loss};
 
 /// The kind of object that changed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]

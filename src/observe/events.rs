@@ -5,7 +5,7 @@
 //! after the burst, reports how many were suppressed, and how many streams they concerned. `/events` has one
 //! entry for a burst, with a count. At most [`MAX_EVENTS`] entries are kept.
 //!
-//! Losses of connections with open streams are never suppressed, but written as sums ([`super::fault_lines`]),
+//! Losses of connections with open streams are never suppressed, but written as sums ([`jackstay_core::fault_lines`]),
 //! and so are endpoints that fail together.
 //!
 //! Requests are not events: metrics and the access log cover them.
@@ -21,10 +21,10 @@ use serde::Serialize;
 
 pub use super::change::{Change, EventKind};
 use super::change::{level_of, write, write_fault};
-use super::fault_lines::{FaultLines, Loss};
 use super::lock;
-use super::open_streams::OpenStreams;
 use super::repeat_filter::{RepeatFilter, Suppressed};
+use jackstay_core::fault_lines::{FaultLines, Loss};
+use jackstay_core::open_streams::OpenStreams;
 
 /// Maximum number of remembered events: about 100 KiB, at a few hundred bytes each.
 pub const MAX_EVENTS: usize = 256;

@@ -7,7 +7,8 @@
 //!   jackstay generated itself.
 //! * [`log`] writes lines without blocking the caller. [`rate_limited_warnings`], [`line_quota`] and
 //!   [`repeat_filter`] limit how often a line is repeated, and [`redact`] removes secrets.
-//! * [`events`] logs and remembers state changes, [`fault_lines`] bundles the warnings about one fault, [`history`] keeps ten minutes of figures per endpoint.
+//! * [`events`] logs and remembers state changes, with the warnings about one fault as few lines
+//!   ([`jackstay_core::fault_lines`]); [`history`] keeps ten minutes of figures per endpoint.
 //! * [`liveness`] detects event loops that have stalled.
 
 pub mod build;
@@ -15,7 +16,6 @@ mod change;
 pub mod count_gauge;
 pub mod endpoint_metrics;
 pub mod events;
-pub mod fault_lines;
 pub mod history;
 pub mod line_quota;
 pub mod listener_metrics;
@@ -23,11 +23,9 @@ pub mod liveness;
 pub mod log;
 pub mod metrics;
 pub mod names;
-pub mod open_streams;
 pub mod outcome;
 pub mod own_errors;
 pub mod passthrough_metrics;
-mod quantity;
 pub mod rate_limited_warnings;
 pub mod redact;
 mod registry;
@@ -38,14 +36,14 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 pub use endpoint_metrics::{EndpointMetrics, StateGauge};
 pub use events::{Change, Events};
-pub use fault_lines::Loss;
+pub use jackstay_core::fault_lines::Loss;
+pub use jackstay_core::open_streams::OpenStreams;
+pub use jackstay_core::quantity::quantity;
 pub use listener_metrics::ListenerMetrics;
 pub use liveness::{Liveness, LivenessMonitor};
 pub use metrics::{GzipBytes, Metrics};
-pub use open_streams::OpenStreams;
 pub use outcome::{Outcome, Side};
 pub use passthrough_metrics::PassthroughMetrics;
-pub use quantity::quantity;
 pub use rate_limited_warnings::RateLimitedWarnings;
 pub use redact::redact_path;
 pub use repeat_filter::RepeatFilter;

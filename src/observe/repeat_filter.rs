@@ -6,7 +6,7 @@
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
-use super::open_streams::OpenStreams;
+use jackstay_core::open_streams::OpenStreams;
 
 /// Maximum number of distinct lines remembered. The oldest is dropped first, and may then be logged again.
 const MAX_LINES: usize = 256;

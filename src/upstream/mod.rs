@@ -50,4 +50,4 @@ pub mod version_floors;
 pub mod version_preference;
 pub mod watch_moves;
 
-pub use shared::{Upstream, Usability};
+pub use shared::Upstream;

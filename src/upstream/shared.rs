@@ -9,6 +9,7 @@ use std::time::Instant;
 
 use arc_swap::{ArcSwap, Guard};
 use jackstay_core::admission::MemoryBudget;
+use jackstay_core::fault_reports::Usability;
 use jackstay_core::request::path_prefix::PathPrefix;
 use jackstay_sys::sockets::connector::Connector;
 use tokio::sync::Notify;
@@ -65,17 +66,6 @@ pub struct Upstream {
     reconfigured: Notify,
     endpoints_changed: Notify,
     held_watches: AtomicUsize,
-}
-
-/// Whether requests can be served.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Usability {
-    /// An endpoint is usable.
-    Usable,
-    /// No endpoint is usable, and not every endpoint has been tried.
-    Untried,
-    /// No endpoint is usable.
-    Unusable,
 }
 
 /// Counts a held watch of an upstream until it is dropped.

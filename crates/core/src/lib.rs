@@ -18,6 +18,9 @@
 //! * [`receive_windows`]: how much a stream may send ahead; [`http2_frames`]: frame headers in a byte stream;
 //!   [`frame_budgets`]: how many of each type a peer may send; [`header_table`]: what its header blocks leave behind;
 //!   [`tls_records`]: where TLS records end.
+//! * [`canary`]: when an apiserver of a newer version gets no share of the requests.
+//! * [`fault_lines`] and [`fault_reports`]: which faults the log reports, and as how many lines; [`open_streams`] and
+//!   [`quantity`]: their figures.
 //! * [`admission`]: what clients may take.
 //! * [`drain`]: when listeners, their connections and their watches end.
 //! * [`takeover`]: how a new process takes the place of a running one.
@@ -28,6 +31,7 @@
 pub mod admission;
 pub mod backoff;
 pub mod balance;
+pub mod canary;
 pub mod connect;
 pub mod connection;
 pub mod credential_class;
@@ -36,6 +40,8 @@ pub mod drain;
 pub mod endpoint_condition;
 pub mod endpoint_health;
 pub mod endpoint_state;
+pub mod fault_lines;
+pub mod fault_reports;
 pub mod flow_health;
 pub mod frame_budgets;
 pub mod header_table;
@@ -43,10 +49,12 @@ pub mod http2_frames;
 pub mod kubernetes_features;
 pub mod kubernetes_version;
 pub mod lag;
+pub mod open_streams;
 pub mod outage;
 pub mod placement;
 pub mod pool;
 pub mod probe;
+pub mod quantity;
 pub mod receive_windows;
 pub mod request;
 pub mod restore;

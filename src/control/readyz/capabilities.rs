@@ -15,9 +15,10 @@ use std::ops::ControlFlow;
 use std::rc::{Rc, Weak};
 use std::time::{Duration, Instant};
 
+use fastrand::Rng;
 use http::{HeaderValue, StatusCode};
-use jackstay_core::backoff::Backoff;
 use jackstay_core::kubernetes_features::{FeatureReader, KubernetesFeatures};
+use jackstay_core::probe::question_pace::{QuestionAnswer, QuestionPace};
 use jackstay_core::watch::parameters::Capability;
 use jackstay_sys::clock;
 use serde::Deserialize;
@@ -39,12 +40,6 @@ const METRICS_TIMEOUT: Duration = Duration::from_secs(30);
 const LIST_PAUSE: Duration = Duration::from_secs(1);
 /// The same for `/metrics`.
 const METRICS_PAUSE: Duration = Duration::from_secs(10);
-/// Pause after the first answer that says nothing. It doubles with each one in a row.
-const FIRST_PAUSE: Duration = Duration::from_millis(200);
-/// Longest pause after an error that may pass.
-const LONGEST_PAUSE: Duration = Duration::from_secs(10);
-/// Longest pause after a refusal: the rights of the prober may change.
-const LONGEST_REFUSED_PAUSE: Duration = Duration::from_secs(600);
 /// Interval of the checks whether the endpoint is ready.
 const READY_CHECK: Duration = Duration::from_millis(100);
 /// The list. No service can have this name. It is answered from the watch cache.
@@ -63,21 +58,9 @@ pub struct CapabilityReader {
     /// `None` while the prober has none.
     connection: RefCell<Option<Weak<Connection>>>,
     connection_changed: Notify,
-    lists: RefCell<Pace>,
-    services: RefCell<Pace>,
-    metrics: RefCell<Pace>,
-}
-
-/// When a question is asked again, on whatever connection.
-#[derive(Debug)]
-struct Pace {
-    backoff: Backoff,
-    /// At once if `None`.
-    next: Option<Instant>,
-    /// Shortest pause after an answer.
-    shortest: Duration,
-    /// Whether the last answer was a refusal.
-    is_refused: bool,
+    lists: RefCell<QuestionPace>,
+    services: RefCell<QuestionPace>,
+    metrics: RefCell<QuestionPace>,
 }
 
 /// The answer to one question.
@@ -121,47 +104,14 @@ struct ServiceMeta {
     managed_fields: Option<IgnoredAny>,
 }
 
-impl Pace {
-    fn new(shortest: Duration) -> Self {
-        let backoff = Backoff::new(FIRST_PAUSE, LONGEST_REFUSED_PAUSE).with_factors(0.5, 1.0);
-        Self { backoff, next: None, shortest, is_refused: false }
-    }
-
-    /// The question is asked. One that gets no answer, because its connection ends, counts as failed.
-    fn asked(&mut self, now: Instant) {
-        self.backoff.failed();
-        self.next = Some(now + self.random_pause().min(LONGEST_PAUSE));
-    }
-
-    fn answered<T>(&mut self, answer: &Answer<T>, now: Instant) {
-        self.is_refused = matches!(answer, Answer::Refused(_));
-        self.next = Some(match answer {
-            Answer::Known(_) => {
-                self.backoff.reset();
-                now + self.shortest
-            }
-            Answer::Refused(_) => now + self.random_pause(),
-            Answer::Failed(_) => now + self.random_pause().min(LONGEST_PAUSE),
-        });
-    }
-
-    fn random_pause(&self) -> Duration {
-        self.backoff.random_pause(&mut fastrand::Rng::new())
-    }
-
-    fn next(&self, now: Instant) -> Instant {
-        self.next.map_or(now, |next| next.max(now))
-    }
-}
-
 impl Default for CapabilityReader {
     fn default() -> Self {
         Self {
             connection: RefCell::default(),
             connection_changed: Notify::new(),
-            lists: RefCell::new(Pace::new(LIST_PAUSE)),
-            services: RefCell::new(Pace::new(LIST_PAUSE)),
-            metrics: RefCell::new(Pace::new(METRICS_PAUSE)),
+            lists: RefCell::new(QuestionPace::new(LIST_PAUSE)),
+            services: RefCell::new(QuestionPace::new(LIST_PAUSE)),
+            metrics: RefCell::new(QuestionPace::new(METRICS_PAUSE)),
         }
     }
 }
@@ -205,10 +155,10 @@ impl CapabilityReader {
     }
 
     /// When a list is read again. While it is refused, `/metrics` answer in its place, so both are asked together.
-    fn next_list(&self, list: &RefCell<Pace>, now: Instant) -> Instant {
+    fn next_list(&self, list: &RefCell<QuestionPace>, now: Instant) -> Instant {
         let list = list.borrow();
         let next = list.next(now);
-        if list.is_refused { next.max(self.metrics.borrow().next(now)) } else { next }
+        if list.is_refused() { next.max(self.metrics.borrow().next(now)) } else { next }
     }
 
     /// Reads what is wanted and not known, until the future is dropped.
@@ -340,17 +290,25 @@ impl<T> Answer<T> {
             other => other,
         }
     }
+
+    fn kind(&self) -> QuestionAnswer {
+        match self {
+            Self::Known(_) => QuestionAnswer::Known,
+            Self::Refused(_) => QuestionAnswer::Refused,
+            Self::Failed(_) => QuestionAnswer::Failed,
+        }
+    }
 }
 
 /// Asks a question, and sets when it is asked again.
 async fn ask<T>(
-    pace: &RefCell<Pace>,
+    pace: &RefCell<QuestionPace>,
     is_ready: bool,
     question: impl Future<Output = Answer<T>>,
 ) -> Answer<T> {
-    pace.borrow_mut().asked(clock::now());
+    pace.borrow_mut().asked(clock::now(), &mut Rng::new());
     let answer = question.await.on_endpoint(is_ready);
-    pace.borrow_mut().answered(&answer, clock::now());
+    pace.borrow_mut().answered(answer.kind(), clock::now(), &mut Rng::new());
     answer
 }
 
@@ -493,6 +451,8 @@ fn late<T>(limit: Duration) -> Answer<T> {
 
 #[cfg(test)]
 mod tests {
+    use jackstay_core::probe::question_pace;
+
     use super::*;
     use Answer::{Failed, Known, Refused};
     use jackstay_core::kubernetes_features::ManagedFieldsOptOut;
@@ -596,46 +556,19 @@ mod tests {
     }
 
     #[test]
-    fn question_without_an_answer_is_repeated_at_longer_and_longer_pauses() {
-        let now = clock::now();
-        let mut pace = Pace::new(LIST_PAUSE);
-        assert_eq!(pace.next(now), now);
-        let expect = |pace: &Pace, longest: Duration| {
-            let pause = pace.next(now) - now;
-            assert!((longest / 2..=longest).contains(&pause), "{pause:?} {longest:?}");
-        };
-        for factor in [1, 2, 4] {
-            pace.asked(now);
-            expect(&pace, FIRST_PAUSE * factor);
-        }
-        pace.answered(&Refused::<()>("r".to_owned()), now);
-        expect(&pace, FIRST_PAUSE * 4);
-        for _ in 0..10 {
-            pace.asked(now);
-        }
-        assert!(pace.next(now) - now <= LONGEST_PAUSE);
-        pace.answered(&Refused::<()>("r".to_owned()), now);
-        assert!(pace.next(now) - now > LONGEST_PAUSE);
-        pace.answered(&Known(()), now);
-        assert_eq!(pace.next(now), now + LIST_PAUSE);
-        pace.asked(now);
-        expect(&pace, FIRST_PAUSE);
-    }
-
-    #[test]
     fn refused_list_is_read_together_with_the_metrics() {
         let now = clock::now();
         let reader = CapabilityReader::default();
-        let answer_list = |answer: Answer<bool>| {
-            reader.lists.borrow_mut().asked(now);
-            reader.lists.borrow_mut().answered(&answer, now);
+        let answer_list = |answer| {
+            reader.lists.borrow_mut().asked(now, &mut Rng::new());
+            reader.lists.borrow_mut().answered(answer, now, &mut Rng::new());
         };
-        reader.metrics.borrow_mut().answered(&Known(()), now);
-        answer_list(Failed("f".to_owned()));
-        assert!(reader.next_list(&reader.lists, now) <= now + FIRST_PAUSE);
-        answer_list(Refused("r".to_owned()));
+        reader.metrics.borrow_mut().answered(QuestionAnswer::Known, now, &mut Rng::new());
+        answer_list(QuestionAnswer::Failed);
+        assert!(reader.next_list(&reader.lists, now) <= now + question_pace::FIRST_PAUSE);
+        answer_list(QuestionAnswer::Refused);
         assert_eq!(reader.next_list(&reader.lists, now), now + METRICS_PAUSE);
-        answer_list(Known(true));
+        answer_list(QuestionAnswer::Known);
         assert_eq!(reader.next_list(&reader.lists, now), now + LIST_PAUSE);
     }
 

@@ -5,7 +5,7 @@ use std::ops::AddAssign;
 
 use serde::Serialize;
 
-use super::quantity;
+use crate::quantity::quantity;
 
 /// The streams that are open on connections, and flows (L4).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]

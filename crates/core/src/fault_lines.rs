@@ -11,15 +11,12 @@
 //! | connections lost after the line of their endpoint | at level info |
 //! | flows that the endpoint has ended in an orderly way, as the kernel does when it kills a process | in the line of the endpoint if it fails within [`KILL_TIME`] |
 //! | anything about an upstream with a reported outage, whose line names its endpoints | at level info |
-//!
-//! This module reads no clock and writes no lines.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::time::{Duration, Instant};
 
-use jackstay_core::endpoint_state::Availability;
-
-use super::open_streams::OpenStreams;
+use crate::endpoint_state::Availability;
+use crate::open_streams::OpenStreams;
 
 /// How long losses of connections are collected before their line.
 const COLLECT: Duration = Duration::from_millis(500);
@@ -46,24 +43,26 @@ pub struct Loss {
 
 /// A line about endpoints of one upstream.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct FaultLine {
-    pub(super) upstream: String,
+pub struct FaultLine {
+    /// Its name.
+    pub upstream: String,
     /// The state that the endpoints have entered; `None` if connections were lost.
-    pub(super) state: Option<String>,
+    pub state: Option<String>,
     /// The addresses.
-    pub(super) endpoints: String,
+    pub endpoints: String,
     /// Their number.
-    pub(super) count: usize,
+    pub count: usize,
     /// The reason, of each endpoint if there are several.
-    pub(super) reason: String,
-    pub(super) loss: Loss,
+    pub reason: String,
+    /// What was lost, in total.
+    pub loss: Loss,
     /// The fault was reported, so the line is no warning.
-    pub(super) reported: bool,
+    pub reported: bool,
 }
 
 /// Collects faults. All times are arguments.
 #[derive(Debug, Default)]
-pub(super) struct FaultLines {
+pub struct FaultLines {
     /// By upstream, and by the state that endpoints enter; `None` for losses of connections.
     bursts: BTreeMap<(String, Option<String>), Burst>,
     /// Upstream and address of the endpoints that do not serve.
@@ -150,20 +149,13 @@ impl Loss {
 
 impl FaultLines {
     /// Records that connections with open streams were lost. [`Self::due`] returns their line.
-    pub(super) fn lost(
-        &mut self,
-        upstream: &str,
-        endpoint: &str,
-        reason: &str,
-        loss: Loss,
-        now: Instant,
-    ) {
+    pub fn lost(&mut self, upstream: &str, endpoint: &str, reason: &str, loss: Loss, now: Instant) {
         let burst = self.bursts.entry((upstream.to_owned(), None)).or_default();
         burst.add(endpoint, reason, loss, now);
     }
 
     /// Records that the endpoint has ended a flow in an orderly way.
-    pub(super) fn ended(&mut self, upstream: &str, endpoint: &str, now: Instant) {
+    pub fn ended(&mut self, upstream: &str, endpoint: &str, now: Instant) {
         let burst = self.bursts.entry((upstream.to_owned(), None)).or_default();
         let flow = Loss { connections: 1, open: OpenStreams::of_flows(1) };
         let entry = burst.entry(endpoint, now);
@@ -174,7 +166,7 @@ impl FaultLines {
 
     /// Records the availability of an endpoint. If it is down now, returns what its connections have lost,
     /// which its line reports.
-    pub(super) fn available(
+    pub fn available(
         &mut self,
         upstream: &str,
         endpoint: &str,
@@ -211,7 +203,7 @@ impl FaultLines {
     }
 
     /// Records that an outage of the upstream was reported, or that it is over.
-    pub(super) fn set_outage(&mut self, upstream: &str, active: bool) {
+    pub fn set_outage(&mut self, upstream: &str, active: bool) {
         if active {
             self.outages.insert(upstream.to_owned());
         } else if self.outages.remove(upstream) {
@@ -222,13 +214,13 @@ impl FaultLines {
     }
 
     /// Whether an outage of the upstream was reported and is not over.
-    pub(super) fn has_outage(&self, upstream: &str) -> bool {
+    pub fn has_outage(&self, upstream: &str) -> bool {
         self.outages.contains(upstream)
     }
 
     /// Whether the line about an endpoint that has entered `state` is written now. Otherwise [`Self::due`]
     /// returns it with those of others.
-    pub(super) fn admit(
+    pub fn admit(
         &mut self,
         upstream: &str,
         endpoint: &str,
@@ -253,7 +245,7 @@ impl FaultLines {
     }
 
     /// The lines that are due, and forgets bursts that are over.
-    pub(super) fn due(&mut self, now: Instant) -> Vec<FaultLine> {
+    pub fn due(&mut self, now: Instant) -> Vec<FaultLine> {
         let mut lines = Vec::new();
         let (not_serving, outages) = (&self.not_serving, &self.outages);
         self.bursts.retain(|(upstream, state), burst| {
@@ -325,7 +317,6 @@ fn line(upstream: &str, state: Option<String>, entries: &[Entry], reported: bool
 #[cfg(test)]
 mod tests {
     use super::*;
-    use jackstay_sys::clock;
 
     const OF_WATCH: OpenStreams = OpenStreams { requests: 1, watches: 20, flows: 0 };
     const LOSS: Loss = Loss { connections: 1, open: OF_WATCH };
@@ -342,7 +333,7 @@ mod tests {
 
     #[test]
     fn lost_connections_of_a_fault_are_one_line_with_sums() {
-        let (mut faults, start) = (FaultLines::default(), clock::now());
+        let (mut faults, start) = (FaultLines::default(), Instant::now());
         let at = |ms| start + Duration::from_millis(ms);
         for n in 0..3_000 {
             let endpoint = ["a", "b"][n as usize % 2];
@@ -366,7 +357,7 @@ mod tests {
 
     #[test]
     fn loss_at_an_uncertain_endpoint_is_in_the_line_of_its_ejection() {
-        let (mut faults, start) = (FaultLines::default(), clock::now());
+        let (mut faults, start) = (FaultLines::default(), Instant::now());
         let at = |ms| start + Duration::from_millis(ms);
         faults.available("u", "a", Availability::Uncertain, start);
         faults.lost("u", "a", "PING unanswered", LOSS, at(0));
@@ -393,7 +384,7 @@ mod tests {
 
     #[test]
     fn flows_that_the_endpoint_has_ended_are_lost_only_if_it_fails_at_once() {
-        let (mut faults, start) = (FaultLines::default(), clock::now());
+        let (mut faults, start) = (FaultLines::default(), Instant::now());
         let at = |ms| start + Duration::from_millis(ms);
         faults.ended("u", "a", at(0));
         assert_eq!(faults.due(at(600)), [], "an idle connection was closed");
@@ -425,7 +416,7 @@ mod tests {
 
     #[test]
     fn endpoints_that_fail_together_are_two_lines() {
-        let (mut faults, start) = (FaultLines::default(), clock::now());
+        let (mut faults, start) = (FaultLines::default(), Instant::now());
         let at = |ms| start + Duration::from_millis(ms);
         assert!(faults.admit("u", "a", ("ejected", "refused"), Loss::default(), at(0)));
         for n in 0..100 {
@@ -442,7 +433,7 @@ mod tests {
 
     #[test]
     fn lines_that_a_reported_outage_covers_are_no_warnings() {
-        let (mut faults, start) = (FaultLines::default(), clock::now());
+        let (mut faults, start) = (FaultLines::default(), Instant::now());
         let at = |ms| start + Duration::from_millis(ms);
         assert!(faults.admit("u", "a", ("ejected", "refused"), Loss::default(), at(0)));
         assert!(!faults.admit("u", "b", ("ejected", "refused"), Loss::default(), at(100)));
@@ -471,7 +462,7 @@ mod tests {
 
     #[test]
     fn suspect_endpoints_are_one_line_unless_they_recover_or_are_ejected_at_once() {
-        let (mut faults, start) = (FaultLines::default(), clock::now());
+        let (mut faults, start) = (FaultLines::default(), Instant::now());
         let at = |ms| start + Duration::from_millis(ms);
         for (name, ms) in [("a", 0), ("b", 100), ("c", 200), ("d", 300)] {
             faults.available("u", name, Availability::Uncertain, start);

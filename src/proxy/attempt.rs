@@ -7,7 +7,6 @@ use bytes::Bytes;
 use h2::RecvStream;
 use h2::client::ResponseFuture;
 use http::{Request, response};
-use jackstay_core::pool::EndpointKey;
 use jackstay_core::request::attempts::{self, Failure, MissedVersion};
 use jackstay_core::request::head_hold::prefix_size;
 use jackstay_core::request::info::RequestKind;
@@ -34,12 +33,12 @@ pub(super) struct Attempt {
 }
 
 /// The state machine of the attempts at a request.
-pub(super) type Attempts = attempts::Attempts<EndpointKey, Rc<Connection>>;
+pub(super) type Attempts = attempts::Attempts<Rc<Connection>>;
 /// What has happened to one of them.
-pub(super) type Input = attempts::Input<EndpointKey, Rc<Connection>>;
+pub(super) type Input = attempts::Input<Rc<Connection>>;
 
 /// A failed attempt.
-pub(super) type FailedAttempt = Failure<EndpointKey, Rc<Connection>>;
+pub(super) type FailedAttempt = Failure<Rc<Connection>>;
 
 /// The failure of a stream or its connection, without a response.
 pub(super) fn failed(stage: Stage, reason: &str, connection: &Rc<Connection>) -> FailedAttempt {

@@ -22,8 +22,7 @@ use std::time::Instant;
 use fastrand::Rng;
 use http::{HeaderMap, Request, Response, header};
 use jackstay_core::admission::ByteAccount;
-use jackstay_core::pool::EndpointKey;
-use jackstay_core::request::attempts::{FailureCause, Refused, Requirements};
+use jackstay_core::request::attempts::Refused;
 use jackstay_core::request::info::{RequestInfo, RequestKind};
 use jackstay_core::request::retry::Stage;
 use jackstay_core::request::{hygiene, retry};
@@ -48,7 +47,7 @@ use super::upstream_client::{UpstreamClient, UpstreamResponse, release_window, u
 use super::watch::body::{ResumeContext, WatchBody};
 use crate::observe::Outcome;
 use crate::upstream::connection::{Connection, Permit};
-use crate::upstream::pool::{ClassPool, PreviousFailure, StreamRequirements, Unavailable};
+use crate::upstream::pool::{ClassPool, StreamRequest, StreamRequirements, Unavailable};
 use crate::upstream::version_preference::PreferredVersions;
 
 /// A request to forward.
@@ -164,8 +163,8 @@ impl ForwardedRequest {
 
     /// Takes a stream for the first attempt of a round.
     async fn acquire(&self, attempts: &Attempts) -> Result<Permit, Unavailable> {
-        let requirements = self.stream_requirements(&attempts.requirements());
-        self.upstream.pool.acquire(&self.class, requirements).await
+        let request = self.stream_request(attempts.requirements());
+        self.upstream.pool.acquire(&self.class, request).await
     }
 
     /// Opens the stream of an attempt.
@@ -181,21 +180,14 @@ impl ForwardedRequest {
         Ok(attempt)
     }
 
-    /// The requirements by which the pool chooses a connection for the next attempt.
-    fn stream_requirements<'a>(
-        &'a self,
-        required: &Requirements<'a, EndpointKey, Rc<Connection>>,
-    ) -> StreamRequirements<'a> {
-        StreamRequirements {
-            long_running: self.info.long_running(),
-            may_be_held: self.info.kind == RequestKind::Watch,
-            previous_failure: required.previous_failure.map(|(cause, connection)| match cause {
-                FailureCause::Silence => PreviousFailure::Silence(connection),
-                FailureCause::Refusal => PreviousFailure::Refusal(connection),
-            }),
-            excluded_endpoints: required.excluded,
-            without_connection_since: required.without_connection_since,
-            live_only: required.live_only,
+    /// Asks the pool for a stream with these requirements, to which this adds what the kind of the request says.
+    fn stream_request(&self, required: StreamRequirements) -> StreamRequest<'_> {
+        StreamRequest {
+            required: StreamRequirements {
+                long_running: self.info.long_running(),
+                may_be_held: self.info.kind == RequestKind::Watch,
+                ..required
+            },
             resource_version: self.wanted_version(),
             client_subject: self.proof.subject(),
             versions: self.versions,

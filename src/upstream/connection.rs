@@ -17,6 +17,7 @@ use std::fmt;
 use std::net::SocketAddr;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
@@ -26,6 +27,7 @@ use jackstay_core::connection::{
     ConnectionMachine, Effects, Responsiveness, Significance, Transition,
 };
 pub use jackstay_core::connection::{ConnectionState, DrainReason, DrainUrgency};
+use jackstay_core::pool::ConnectionKey;
 use jackstay_sys::clock;
 use tokio::sync::Notify;
 
@@ -53,8 +55,11 @@ fn may_carry(class: CredentialClass, shown: Option<&Subject>, proven: Option<&Su
     }
 }
 
+static NEXT_KEY: AtomicUsize = AtomicUsize::new(0);
+
 /// A connection, shared inside one worker.
 pub struct Connection {
+    key: ConnectionKey,
     pub endpoint: Arc<Endpoint>,
     /// The generation of its credential. Connections of older generations drain.
     pub generation: u64,
@@ -91,6 +96,11 @@ impl fmt::Debug for Connection {
 }
 
 impl Connection {
+    /// Names the connection in the tables of core. No other one ever has this key.
+    pub fn key(&self) -> ConnectionKey {
+        self.key
+    }
+
     pub fn state(&self) -> ConnectionState {
         self.machine.borrow().state()
     }

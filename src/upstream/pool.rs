@@ -7,7 +7,7 @@
 
 mod acquire;
 mod class;
-mod requirements;
+mod stream_request;
 mod table;
 #[cfg(test)]
 mod tests;
@@ -20,14 +20,14 @@ use std::time::Instant;
 
 use jackstay_core::connection::ConnectionState;
 pub(super) use jackstay_core::pool::UNAVAILABLE_AFTER;
-pub use jackstay_core::pool::WarmClasses;
 use jackstay_core::pool::{Effect, EndpointRow, PoolState, Purpose, Surroundings};
+pub use jackstay_core::pool::{PreviousFailure, StreamRequirements, WarmClasses};
 use jackstay_sys::clock;
 use tokio::sync::Notify;
 use tokio::time::sleep_until;
 
 pub use self::class::ClassPool;
-pub use self::requirements::{PreviousFailure, StreamRequirements, Unavailable};
+pub use self::stream_request::{StreamRequest, Unavailable};
 use self::table::{connection_limits, endpoint_rows};
 use super::connection::{Connection, DrainReason};
 use super::credentials::{ClientTls, CredentialClass};

@@ -22,7 +22,7 @@ use super::reviews::{Credential, Question};
 use crate::observe::RepeatFilter;
 use crate::upstream::Upstream;
 use crate::upstream::credentials::CredentialClass;
-use crate::upstream::pool::{Pool, StreamRequirements, Unavailable};
+use crate::upstream::pool::{Pool, StreamRequest, Unavailable};
 
 /// Maximum time of both reviews together. Prometheus waits for 10 s by default.
 const REVIEW_TIMEOUT: Duration = Duration::from_secs(5);
@@ -122,8 +122,7 @@ impl ReviewTask {
     /// Creates an object that is not stored, and returns the answer.
     async fn post(&self, path: &str, object: &Value) -> Result<Value, String> {
         let class = self.pool.class(CredentialClass::Probe);
-        let requirements = StreamRequirements::for_client(None);
-        let permit = self.pool.acquire(&class, requirements).await;
+        let permit = self.pool.acquire(&class, StreamRequest::for_client(None)).await;
         let mut permit = permit.map_err(|unavailable| match unavailable {
             Unavailable::Unreachable(why) => format!("no apiserver: {why}"),
             Unavailable::Exhausted => "no free stream to an apiserver".to_owned(),

@@ -30,7 +30,7 @@ use super::kubeconfig::DiscoveryToken;
 use crate::upstream::Upstream;
 use crate::upstream::connection::Permit;
 use crate::upstream::credentials::CredentialClass;
-use crate::upstream::pool::{Pool, StreamRequirements, Unavailable};
+use crate::upstream::pool::{Pool, StreamRequest, StreamRequirements, Unavailable};
 
 /// Limit for a response head; a list of a few objects takes milliseconds.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(30);
@@ -141,13 +141,9 @@ impl TransportTask {
         watch: bool,
     ) -> Result<(Permit, Response<RecvStream>), TransportError> {
         let class = self.pool.class(CredentialClass::Discovery);
-        let permit = self
-            .pool
-            .acquire(
-                &class,
-                StreamRequirements { long_running: watch, ..StreamRequirements::for_client(None) },
-            )
-            .await;
+        let required = StreamRequirements { long_running: watch, ..StreamRequirements::default() };
+        let request_stream = StreamRequest { required, ..StreamRequest::for_client(None) };
+        let permit = self.pool.acquire(&class, request_stream).await;
         let mut permit = permit.map_err(|unavailable| match unavailable {
             Unavailable::Unreachable(why) => format!("no apiserver: {why}"),
             Unavailable::Exhausted => "no free stream to an apiserver".to_owned(),

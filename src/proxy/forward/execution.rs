@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use fastrand::Rng;
 use futures_util::future::LocalBoxFuture;
-use jackstay_core::request::attempts::{Effect, FailureCause, NoStream, Refused, Requirements};
+use jackstay_core::request::attempts::{Effect, NoStream, Refused};
 use jackstay_core::request::retry::Stage;
 use jackstay_core::request::status_error::StatusError;
 use jackstay_sys::clock;
@@ -20,7 +20,7 @@ use crate::proxy::upstream_client::UpstreamResponse;
 use crate::proxy::watch::body::outage_ended;
 use crate::upstream::connection::{Connection, Permit};
 use crate::upstream::endpoint::ProbeTrigger;
-use crate::upstream::pool::Unavailable;
+use crate::upstream::pool::{PreviousFailure, StreamRequirements, Unavailable};
 
 /// See the module documentation.
 struct Execution<'a> {
@@ -204,14 +204,15 @@ impl<'a> Execution<'a> {
             hedged.endpoint.probe.request(ProbeTrigger::PassiveEvidence);
         }
         let acquire = async move {
-            let excluded = exclude.then(|| hedged.endpoint.key());
-            let required = request.stream_requirements(&Requirements {
-                previous_failure: Some((FailureCause::Silence, &hedged)),
-                excluded: excluded.as_slice(),
+            let required = StreamRequirements {
+                previous_failure: Some(PreviousFailure::Silence(hedged.key())),
+                excluded: exclude.then(|| hedged.endpoint.key()).into_iter().collect(),
                 live_only: true,
                 without_connection_since: hedged.suspect_since(),
-            });
-            request.upstream.pool.acquire(&request.class, required).await
+                ..StreamRequirements::default()
+            };
+            let stream = request.stream_request(required);
+            request.upstream.pool.acquire(&request.class, stream).await
         };
         self.slots.acquire(attempt, Box::pin(acquire));
         None

@@ -31,9 +31,10 @@ impl<'a> RequestFacts<'a> {
     }
 }
 
-impl Facts<EndpointKey, Rc<Connection>> for RequestFacts<'_> {
+impl Facts<Rc<Connection>> for RequestFacts<'_> {
     fn connection(&self, connection: &Rc<Connection>) -> ConnectionFacts {
         ConnectionFacts {
+            key: connection.key(),
             is_silent: connection.is_silent(),
             is_dead: connection.state() == ConnectionState::Dead,
             suspect_since: connection.suspect_since(),
@@ -83,12 +84,12 @@ impl Facts<EndpointKey, Rc<Connection>> for RequestFacts<'_> {
             }
     }
 
-    fn record_rejection(&self, endpoint: &EndpointKey, pause: Duration) -> Vec<EndpointKey> {
-        self.request.upstream.record_rejection(*endpoint, pause)
+    fn record_rejection(&self, endpoint: EndpointKey, pause: Duration) -> Vec<EndpointKey> {
+        self.request.upstream.record_rejection(endpoint, pause)
     }
 
-    fn not_asked_after_refusal(&self, endpoint: &EndpointKey) -> Option<Vec<EndpointKey>> {
-        self.request.upstream.not_asked_after_refusal(*endpoint)
+    fn not_asked_after_refusal(&self, endpoint: EndpointKey) -> Option<Vec<EndpointKey>> {
+        self.request.upstream.not_asked_after_refusal(endpoint)
     }
 
     fn after_not_reached(

@@ -8,6 +8,7 @@ use std::net::SocketAddr;
 use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -18,17 +19,18 @@ use jackstay_core::admission::MemoryBudget;
 use jackstay_core::connection::{
     ConnectionMachine, ConnectionState, Established, H2End, Refusal, Thresholds,
 };
+use jackstay_core::pool::ConnectionKey;
 use jackstay_sys::clock;
 use jackstay_sys::sockets::cork::Uncork;
 use jackstay_sys::sockets::tracked_stream::StreamObserver;
 use tokio::sync::Notify;
 use tokio::time::{Sleep, sleep_until};
 
-use super::Connection;
 use super::error_text::{describe_end, describe_h2_error, describe_write_error, is_ping_complaint};
 use super::line_windows::{LineWindows, account_of};
 use super::receiving::ReceivingStreams;
 use super::window_updates::WindowUpdates;
+use super::{Connection, NEXT_KEY};
 use crate::config;
 use crate::net::frame_limiter::PeerFrames;
 use crate::upstream::credentials::{ClientTls, CredentialClass};
@@ -82,6 +84,7 @@ impl Connection {
         let mut gauge = endpoint.metrics.connection_gauge();
         gauge.set(machine.state().as_str());
         let connection = Rc::new(Self {
+            key: ConnectionKey(NEXT_KEY.fetch_add(1, Ordering::Relaxed)),
             endpoint: Arc::clone(endpoint),
             generation: tls.generation,
             class: Cell::new(class),

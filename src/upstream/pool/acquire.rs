@@ -8,7 +8,7 @@ use futures_util::future::{Either, LocalBoxFuture, Ready, ready};
 use jackstay_core::endpoint_state::EndpointState;
 use jackstay_core::pool::limits::max_connections;
 use jackstay_core::pool::{
-    Arrival, Candidate, EndpointRow, Refusal, Requirements, Round, Scope, Situation,
+    Arrival, Candidate, EndpointRow, Refusal, Round, Scope, Situation, StreamRequirements,
     is_nearly_full, select,
 };
 use jackstay_sys::clock;
@@ -16,7 +16,7 @@ use tokio::sync::oneshot;
 
 use super::Pool;
 use super::class::ClassPool;
-use super::requirements::{Granted, OwnedPreferences, StreamRequirements, Unavailable, Waiter};
+use super::stream_request::{Granted, OwnedPreferences, StreamRequest, Unavailable, Waiter};
 use super::table::endpoint_rows;
 use crate::upstream::connection::Permit;
 use crate::upstream::endpoint::Endpoint;
@@ -52,27 +52,26 @@ impl Pool {
     pub fn acquire<'a>(
         &'a self,
         class: &'a Rc<ClassPool>,
-        required: StreamRequirements<'a>,
+        request: StreamRequest<'a>,
     ) -> Acquire<'a> {
-        let now = clock::now();
-        let arrival =
-            class.machine.borrow_mut().request(required.may_be_held, self.is_total_outage(), now);
+        let (now, may_be_held) = (clock::now(), request.required.may_be_held);
+        let arrival = class.machine.borrow_mut().request(may_be_held, self.is_total_outage(), now);
         if let Arrival::Refuse(refusal) = arrival {
             return Either::Left(ready(Err(self.unavailable(class, refusal))));
         }
-        let plain = required.plain();
         if arrival == Arrival::Select
             && let Some((permit, is_nearly_full)) =
-                self.reserve_stream(class, required, &plain, Unready::AfterWait, now)
+                self.reserve_stream(class, &request, Unready::AfterWait, now)
         {
             if is_nearly_full {
                 self.changed.notify_one();
             }
-            return Either::Left(ready(class.verified(permit, required.client_subject)));
+            return Either::Left(ready(class.verified(permit, request.client_subject)));
         }
         Either::Right(Box::pin(async move {
-            let permit = self.wait(class, required, plain, now).await?;
-            class.verified(permit, required.client_subject)
+            let subject = request.client_subject;
+            let permit = self.wait(class, request, now).await?;
+            class.verified(permit, subject)
         }))
     }
 
@@ -80,39 +79,42 @@ impl Pool {
     pub fn try_acquire(
         &self,
         class: &Rc<ClassPool>,
-        required: StreamRequirements<'_>,
+        request: &StreamRequest<'_>,
     ) -> Option<Permit> {
-        let (now, plain) = (clock::now(), required.plain());
-        let (permit, _) = self.reserve_stream(class, required, &plain, Unready::AtOnce, now)?;
-        class.verified(permit, required.client_subject).ok()
+        let (permit, _) = self.reserve_stream(class, request, Unready::AtOnce, clock::now())?;
+        class.verified(permit, request.client_subject).ok()
     }
 
     /// Reserves a stream on the best live connection. Returns whether another connection should be opened, too.
     fn reserve_stream(
         &self,
         class: &ClassPool,
-        required: StreamRequirements<'_>,
-        plain: &Requirements,
+        request: &StreamRequest<'_>,
         unready: Unready,
         now: Instant,
     ) -> Option<(Permit, bool)> {
+        let required = &request.required;
         class.with_table(now, |table, connections| {
-            let max_connections =
-                if plain.long_running { class.max_connections(&self.upstream) } else { usize::MAX };
+            let max_connections = if required.long_running {
+                class.max_connections(&self.upstream)
+            } else {
+                usize::MAX
+            };
             let index = select(
                 table,
-                plain,
+                required,
                 Scope { allow_suspect: false, max_connections },
-                |index| required.preference(&connections[index].endpoint),
+                |index| request.preference(&connections[index].endpoint),
                 |index| connections[index].cost(now),
                 &mut self.rng.borrow_mut(),
             )?;
-            if unready == Unready::AfterWait && self.awaits_ready(class, (table, index), plain, now)
+            if unready == Unready::AfterWait
+                && self.awaits_ready(class, (table, index), required, now)
             {
                 return None;
             }
             table[index].free_streams -= 1;
-            let permit = connections[index].reserve(plain.long_running, now);
+            let permit = connections[index].reserve(required.long_running, now);
             Some((permit, is_nearly_full(table, index)))
         })
     }
@@ -123,14 +125,14 @@ impl Pool {
         &self,
         class: &ClassPool,
         (table, index): (&[Candidate], usize),
-        plain: &Requirements,
+        required: &StreamRequirements,
         now: Instant,
     ) -> bool {
         if table[index].endpoint_state == EndpointState::Ready {
             return false;
         }
         let rows = endpoint_rows(&self.upstream, &self.upstream.endpoints(), self.seed, now);
-        class.machine.borrow().awaits_ready((table, index), plain, &rows, now, now)
+        class.machine.borrow().awaits_ready((table, index), required, &rows, now, now)
     }
 
     /// Waits until the pool's task grants a stream or an error.
@@ -138,17 +140,17 @@ impl Pool {
     async fn wait(
         &self,
         class: &Rc<ClassPool>,
-        required: StreamRequirements<'_>,
-        plain: Requirements,
+        request: StreamRequest<'_>,
         start: Instant,
     ) -> Granted {
         let has_credential = self.upstream.credentials.tls(class.credential_class()).is_some();
         let (result, granted) = oneshot::channel();
-        let preferences = OwnedPreferences::of(&required);
+        let preferences = OwnedPreferences::of(&request);
+        let required = request.required;
         let waiter = Waiter { long_running: required.long_running, preferences, result };
         let registered = self.state.get().may_wait(has_credential).and_then(|()| {
             class.with_table(start, |table, _| {
-                class.machine.borrow_mut().begin_wait(table, plain, waiter, start)
+                class.machine.borrow_mut().begin_wait(table, required, waiter, start)
             })
         });
         let id = registered.map_err(|refusal| self.unavailable(class, refusal))?;

@@ -9,7 +9,7 @@ use jackstay_core::connection::ConnectionState;
 use jackstay_core::pool::limits::max_connections;
 use jackstay_core::pool::{Candidate, Class, ConnectionRow, only_suspect_to};
 
-use super::requirements::{Unavailable, Waiter};
+use super::stream_request::{Unavailable, Waiter};
 use super::table::{candidate, row};
 use crate::net::tls::certificate::Subject;
 use crate::upstream::connection::{Connection, Permit};

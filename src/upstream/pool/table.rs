@@ -6,19 +6,12 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use jackstay_core::pool::limits::ConnectionLimits;
-use jackstay_core::pool::{
-    Candidate, ConnectionKey, ConnectionRow, EndpointRow, SLOW_HEAD_INTERVAL,
-};
+use jackstay_core::pool::{Candidate, ConnectionRow, EndpointRow, SLOW_HEAD_INTERVAL};
 
 use crate::upstream::connection::Connection;
 use crate::upstream::endpoint::Endpoint;
 use crate::upstream::shared::Upstream;
 use crate::upstream::version_preference::sides_to_keep;
-
-/// Names a connection: no other one has its address while a reference to it exists.
-pub(super) fn connection_key(connection: &Rc<Connection>) -> ConnectionKey {
-    ConnectionKey(Rc::as_ptr(connection).addr())
-}
 
 /// The configured limits of connections.
 pub(super) fn connection_limits(upstream: &Upstream) -> ConnectionLimits {
@@ -31,7 +24,7 @@ pub(super) fn connection_limits(upstream: &Upstream) -> ConnectionLimits {
 pub(super) fn candidate(connection: &Rc<Connection>, now: Instant) -> Candidate {
     let endpoint = &connection.endpoint;
     Candidate {
-        connection: connection_key(connection),
+        connection: connection.key(),
         endpoint: endpoint.key(),
         state: connection.state(),
         is_silent: connection.is_silent(),

@@ -6,7 +6,7 @@ use tokio::net::TcpListener;
 use tokio::task::{JoinHandle, LocalSet, spawn_local, yield_now};
 use tokio::time::timeout;
 
-use super::{ClassPool, Pool, StreamRequirements, UNAVAILABLE_AFTER, Unavailable, WarmClasses};
+use super::{ClassPool, Pool, StreamRequest, UNAVAILABLE_AFTER, Unavailable, WarmClasses};
 use crate::config;
 use crate::observe::Metrics;
 use crate::upstream::credentials::CredentialClass;
@@ -36,9 +36,9 @@ async fn maintenance_runs_for(waiters: usize) -> usize {
     let waiting: Vec<_> = (0..waiters)
         .map(|_| {
             let (pool, class) = (Rc::clone(&pool), Rc::clone(&class));
-            spawn_local(async move {
-                pool.acquire(&class, StreamRequirements::for_client(None)).await.err()
-            })
+            spawn_local(
+                async move { pool.acquire(&class, StreamRequest::for_client(None)).await.err() },
+            )
         })
         .collect();
     for waiting in waiting {
@@ -67,9 +67,7 @@ async fn waiting_request(
 ) -> JoinHandle<Option<Unavailable>> {
     let (pool, of) = (Rc::clone(pool), Rc::clone(class));
     let request =
-        spawn_local(
-            async move { pool.acquire(&of, StreamRequirements::for_client(None)).await.err() },
-        );
+        spawn_local(async move { pool.acquire(&of, StreamRequest::for_client(None)).await.err() });
     while class.machine.borrow().waiting() == 0 {
         yield_now().await;
     }
@@ -96,7 +94,7 @@ async fn end_of_the_task_answers_the_waiting_requests_and_those_that_follow() {
             run.abort();
             let reason = refused_at_once(async { request.await.unwrap() }).await;
             assert_eq!(reason, "the task of the connection pool has ended");
-            let required = StreamRequirements::for_client(None);
+            let required = StreamRequest::for_client(None);
             let next = async { pool.acquire(&class, required).await.err() };
             assert_eq!(refused_at_once(next).await, "the task of the connection pool has ended");
         })
@@ -147,7 +145,7 @@ async fn requests_above_the_limit_of_waiting_ones_fail_at_once() {
                 .map(|_| {
                     let (pool, class) = (Rc::clone(&pool), Rc::clone(&class));
                     spawn_local(async move {
-                        let required = StreamRequirements::for_client(None);
+                        let required = StreamRequest::for_client(None);
                         pool.acquire(&class, required).await.err()
                     })
                 })
@@ -155,7 +153,7 @@ async fn requests_above_the_limit_of_waiting_ones_fail_at_once() {
             while class.machine.borrow().waiting() < 1000 {
                 yield_now().await;
             }
-            let required = StreamRequirements::for_client(None);
+            let required = StreamRequest::for_client(None);
             refused_at_once(async { pool.acquire(&class, required).await.err() }).await;
             requests.iter().for_each(JoinHandle::abort);
             while class.machine.borrow().waiting() > 0 {

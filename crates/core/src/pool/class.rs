@@ -8,7 +8,8 @@ use super::limits::{
     ConnectionLimits, UNPROVEN_WITH_DRAINING, connect_pace, max_connections, max_waiters,
 };
 use super::select::{
-    Candidate, EndpointKey, Preference, Requirements, Scope, has_free_stream, has_live, select,
+    Candidate, EndpointKey, Preference, Scope, StreamRequirements, has_free_stream, has_live,
+    select,
 };
 use super::waiters::Waiters;
 use super::waiting::{Decision, READY_AFTER, Refusal, Situation, Streams, decide, unavailable};
@@ -194,7 +195,7 @@ impl<W> Class<W> {
         self.held_watches = self.held_watches.saturating_sub(1);
     }
 
-    /// A request asks for a stream. `held` is that of its [`Requirements`].
+    /// A request asks for a stream. `held` is that of its [`StreamRequirements`].
     pub fn request(&mut self, may_be_held: bool, is_outage: bool, now: Instant) -> Arrival {
         self.last_used = now;
         if may_be_held && is_outage {
@@ -213,7 +214,7 @@ impl<W> Class<W> {
     pub fn begin_wait(
         &mut self,
         table: &[Candidate],
-        required: Requirements,
+        required: StreamRequirements,
         handle: W,
         now: Instant,
     ) -> Result<u64, Refusal> {
@@ -235,7 +236,7 @@ impl<W> Class<W> {
     pub fn awaits_ready(
         &self,
         (table, index): (&[Candidate], usize),
-        required: &Requirements,
+        required: &StreamRequirements,
         endpoints: &[EndpointRow],
         start: Instant,
         now: Instant,

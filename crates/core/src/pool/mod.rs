@@ -69,7 +69,7 @@ pub use self::class::{
 pub use self::endpoints::{EndpointRow, FANOUT, VersionSide, targets};
 pub use self::select::{
     Candidate, ConnectionKey, EndpointKey, Preference, PreviousFailure, RECENT_RECEIVE_WINDOW,
-    Requirements, Scope, WATCH_SHARE, has_live, is_nearly_full, only_suspect_to, select,
+    Scope, StreamRequirements, WATCH_SHARE, has_live, is_nearly_full, only_suspect_to, select,
 };
 pub use self::state::{PoolState, Purpose, WarmClasses};
 pub use self::waiting::{EXHAUSTED_AFTER, READY_AFTER, Refusal, Situation, UNAVAILABLE_AFTER};

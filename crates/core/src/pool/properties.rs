@@ -68,7 +68,7 @@ fn event() -> impl Strategy<Value = Event> {
 /// A request that waits, as the test knows it.
 #[derive(Debug, Clone)]
 struct Waiting {
-    required: Requirements,
+    required: StreamRequirements,
     since: Instant,
     id: u64,
 }
@@ -126,7 +126,7 @@ impl Shell {
     }
 
     /// Takes a stream, which must be free.
-    fn grant(&mut self, index: usize, required: &Requirements) {
+    fn grant(&mut self, index: usize, required: &StreamRequirements) {
         let table = self.table();
         let row = &mut self.connections[index];
         let candidate = &mut row.candidate;
@@ -149,7 +149,7 @@ impl Shell {
         self.granted_streams.push((candidate.connection, required.long_running));
     }
 
-    fn request(&mut self, required: Requirements) {
+    fn request(&mut self, required: StreamRequirements) {
         let table = self.table();
         let arrival = self.class.request(required.may_be_held, self.is_outage, self.now);
         if let Arrival::Refuse(_) = arrival {
@@ -300,12 +300,12 @@ impl Shell {
         let count = self.connections.len().max(1);
         match event {
             Event::Request { long_running, may_be_held, live_only, excluded } => {
-                self.request(Requirements {
+                self.request(StreamRequirements {
                     long_running: *long_running,
                     may_be_held: *may_be_held,
                     live_only: *live_only,
                     excluded: excluded.iter().map(|&endpoint| EndpointKey(endpoint)).collect(),
-                    ..Requirements::default()
+                    ..StreamRequirements::default()
                 });
             }
             Event::Cancel(which) => {

@@ -69,9 +69,9 @@ pub struct Candidate {
     pub share: f64,
 }
 
-/// What a request requires of its connection.
+/// What a request requires of the connection on which it gets a stream.
 #[derive(Debug, Clone, Default)]
-pub struct Requirements {
+pub struct StreamRequirements {
     /// Whether the request is a watch, which keeps its stream for minutes.
     pub long_running: bool,
     /// Whether the caller holds the watch during a total outage. Then it gets an error at once.
@@ -86,7 +86,7 @@ pub struct Requirements {
     pub without_connection_since: Option<Instant>,
 }
 
-impl Requirements {
+impl StreamRequirements {
     /// Whether a request with these requirements can use any stream that another request can use.
     pub(super) fn is_unrestricted(&self) -> bool {
         !self.long_running && self.excluded.is_empty()
@@ -127,7 +127,7 @@ pub struct Scope {
 /// function.
 pub fn select(
     table: &[Candidate],
-    required: &Requirements,
+    required: &StreamRequirements,
     scope: Scope,
     preference: impl Fn(usize) -> Preference,
     cost: impl Fn(usize) -> f64,
@@ -156,7 +156,7 @@ pub fn select(
 fn may_take(
     candidate: &Candidate,
     table: &[Candidate],
-    required: &Requirements,
+    required: &StreamRequirements,
     scope: Scope,
 ) -> bool {
     let is_alive = match candidate.state {
@@ -186,7 +186,7 @@ fn leaves_streams_for_requests(
 /// The criteria of the table of this module but the last. Lower is better.
 fn rank(
     candidate: &Candidate,
-    required: &Requirements,
+    required: &StreamRequirements,
     preference: Preference,
 ) -> (EndpointState, bool, bool, u8, bool, bool, bool) {
     let (failed_on, refused_by, ignores_version) = match required.previous_failure {

@@ -83,7 +83,7 @@ const SCOPE: Scope = Scope { allow_suspect: false, max_connections: 8 };
 /// The connections that take a request in 64 attempts, in order.
 fn taken(
     table: &[Candidate],
-    required: &Requirements,
+    required: &StreamRequirements,
     scope: Scope,
     preferences: &[Preference],
 ) -> Vec<usize> {
@@ -98,7 +98,7 @@ fn taken(
 }
 
 /// Makes a candidate worse by one criterion.
-type Worsening = fn(&mut Candidate, &mut Requirements, &mut Preference);
+type Worsening = fn(&mut Candidate, &mut StreamRequirements, &mut Preference);
 
 #[test]
 fn select_ranks_by_each_criterion_before_those_below_it() {
@@ -122,14 +122,15 @@ fn select_ranks_by_each_criterion_before_those_below_it() {
     for (first, worsen) in criteria.iter().enumerate() {
         for below in &criteria[first + 1..] {
             let mut table = [candidate(0, 10, now), candidate(1, 11, now)];
-            let mut required = Requirements::default();
+            let mut required = StreamRequirements::default();
             let mut preferences = [Preference::default(); 2];
             below(&mut table[1], &mut required, &mut preferences[1]);
             worsen(&mut table[0], &mut required, &mut preferences[0]);
             assert_eq!(taken(&table, &required, SCOPE, &preferences), [1], "criterion {first}");
         }
         let mut table = [candidate(0, 10, now), candidate(1, 11, now)];
-        let (mut required, mut preferences) = (Requirements::default(), [Preference::default(); 2]);
+        let (mut required, mut preferences) =
+            (StreamRequirements::default(), [Preference::default(); 2]);
         assert_eq!(taken(&table, &required, SCOPE, &preferences), [0, 1]);
         worsen(&mut table[0], &mut required, &mut preferences[0]);
         assert_eq!(taken(&table, &required, SCOPE, &preferences), [1], "criterion {first} alone");
@@ -152,9 +153,10 @@ fn select_takes_only_connections_that_may_carry_the_request() {
         (ConnectionState::Dead, false, 1, suspects, false),
     ] {
         let table = [Candidate { state, is_silent, free_streams, ..candidate(0, 10, now) }];
-        let took = !taken(&table, &Requirements::default(), scope, &[]).is_empty();
+        let took = !taken(&table, &StreamRequirements::default(), scope, &[]).is_empty();
         assert_eq!(took, expected, "{state:?} {is_silent} {free_streams} {scope:?}");
-        let required = Requirements { excluded: vec![EndpointKey(10)], ..Requirements::default() };
+        let required =
+            StreamRequirements { excluded: vec![EndpointKey(10)], ..StreamRequirements::default() };
         assert!(taken(&table, &required, scope, &[]).is_empty(), "excluded");
     }
 }
@@ -175,10 +177,10 @@ fn select_leaves_a_tenth_of_the_streams_to_requests_other_than_watches() {
         let of = |watches| Candidate { stream_limit, watches, ..candidate(watches, 10, now) };
         let table = [of(watches[0]), of(watches[1])];
         let scope = Scope { max_connections, ..SCOPE };
-        let watch = Requirements { long_running: true, ..Requirements::default() };
+        let watch = StreamRequirements { long_running: true, ..StreamRequirements::default() };
         let fits = !taken(&table, &watch, scope, &[]).is_empty();
         assert_eq!(fits, expected, "{watches:?} {max_connections} {stream_limit}");
-        assert_eq!(taken(&table, &Requirements::default(), scope, &[]), [0, 1]);
+        assert_eq!(taken(&table, &StreamRequirements::default(), scope, &[]), [0, 1]);
     }
 }
 
@@ -191,10 +193,10 @@ fn select_after_silence_takes_connections_that_received_bytes_recently() {
     };
     let table = [received(0, 0), received(1, 950), received(2, 1_000), received(3, 899)];
     let silence = Some(PreviousFailure::Silence(ConnectionKey(2)));
-    let required = |long_running, previous_failure| Requirements {
+    let required = |long_running, previous_failure| StreamRequirements {
         long_running,
         previous_failure,
-        ..Requirements::default()
+        ..StreamRequirements::default()
     };
     // The failed connection comes last, and counts as a candidate only if it is the best.
     assert_eq!(taken(&table, &required(false, silence), SCOPE, &[]), [1, 3]);
@@ -230,7 +232,7 @@ fn is_nearly_full_counts_the_free_streams_of_all_live_connections_to_the_endpoin
 /// A request that has waited for this long, and the situation.
 struct Wait {
     table: Vec<Candidate>,
-    required: Requirements,
+    required: StreamRequirements,
     waited: Duration,
     is_outage: bool,
     failed_ago: Option<Duration>,
@@ -253,7 +255,7 @@ fn answer(wait: &Wait) -> Result<Result<usize, Refusal>, Option<Duration>> {
         let effects = class.plan(&mut [], &surroundings, |_| true);
         assert_eq!(effects, [Effect::Dial(0)]);
     }
-    let required = Requirements {
+    let required = StreamRequirements {
         without_connection_since: wait.lost_before.map(|ago| before(start, ago)),
         ..wait.required.clone()
     };
@@ -282,9 +284,9 @@ fn request_that_waits_is_answered_by_the_table() {
     let suspect = || vec![Candidate { state: Suspect, ..candidate(0, 10, now) }];
     let silent = || vec![Candidate { is_silent: true, ..suspect()[0] }];
     let full_and_suspect = || vec![full()[0], suspect()[0]];
-    let none = || Requirements::default();
-    let live_only = || Requirements { live_only: true, ..none() };
-    let held = || Requirements { may_be_held: true, ..none() };
+    let none = || StreamRequirements::default();
+    let live_only = || StreamRequirements { live_only: true, ..none() };
+    let held = || StreamRequirements { may_be_held: true, ..none() };
     let base = |table, required, waited| Wait {
         table,
         required,
@@ -351,8 +353,8 @@ fn request_waits_for_a_ready_endpoint_if_a_connection_to_one_may_follow() {
         [degraded, EndpointRow { state, is_ready_or_returns, last_failure, ..endpoint_row(11) }]
     };
     let ready = rows(Ready, true, None);
-    let free = Requirements::default;
-    let without = |key| Requirements { excluded: vec![EndpointKey(key)], ..free() };
+    let free = StreamRequirements::default;
+    let without = |key| StreamRequirements { excluded: vec![EndpointKey(key)], ..free() };
     // The connections, what the request requires, the endpoints, how long it has waited, and whether it waits on.
     for (table, required, endpoints, waited, expected) in [
         (vec![degraded], free(), ready, 0, true),
@@ -403,12 +405,12 @@ fn request_waits_for_a_ready_endpoint_if_a_connection_to_one_may_follow() {
 fn requests_are_served_in_order_and_passed_over_if_they_cannot_be() {
     let now = Instant::now();
     let mut class = Class::new(CredentialClass::Token, now);
-    let watch = || Requirements { long_running: true, ..Requirements::default() };
+    let watch = || StreamRequirements { long_running: true, ..StreamRequirements::default() };
     let mut begin = |required, handle| class.begin_wait(&[], required, handle, now).unwrap();
     begin(watch(), "watch");
-    let first = begin(Requirements::default(), "first");
-    let cancelled = begin(Requirements::default(), "cancelled");
-    begin(Requirements::default(), "second");
+    let first = begin(StreamRequirements::default(), "first");
+    let cancelled = begin(StreamRequirements::default(), "cancelled");
+    begin(StreamRequirements::default(), "second");
     assert_eq!(class.request(false, false, now), Arrival::Wait);
     class.leave(cancelled);
     // No stream is left for watches.
@@ -444,7 +446,7 @@ fn each_request_is_considered_once_in_a_round() {
     let now = Instant::now();
     let mut class = Class::new(CredentialClass::Token, now);
     for long_running in [true, false] {
-        let required = Requirements { long_running, ..Requirements::default() };
+        let required = StreamRequirements { long_running, ..StreamRequirements::default() };
         class.begin_wait(&[], required, long_running, now).unwrap();
     }
     let situation = Situation { endpoints: &[], is_outage: false, max_connections: 1, now };
@@ -466,7 +468,7 @@ fn begin_wait_is_limited_and_refused_as_the_connections_are() {
     for class in [CredentialClass::Token, CredentialClass::Identity(0)] {
         let mut class = Class::new(class, now);
         for _ in 0..max_waiters(class.credential_class()) {
-            class.begin_wait(&[], Requirements::default(), (), now).unwrap();
+            class.begin_wait(&[], StreamRequirements::default(), (), now).unwrap();
         }
         let live = [candidate(0, 10, now)];
         let suspect = [Candidate { state: Suspect, ..live[0] }];
@@ -475,7 +477,7 @@ fn begin_wait_is_limited_and_refused_as_the_connections_are() {
             (&suspect[..], Refusal::Unreachable),
             (&[][..], Refusal::Unreachable),
         ] {
-            let refused = class.begin_wait(table, Requirements::default(), (), now);
+            let refused = class.begin_wait(table, StreamRequirements::default(), (), now);
             assert_eq!(refused, Err(refusal));
         }
     }
@@ -493,7 +495,7 @@ fn request_is_refused_in_an_outage_only_if_it_can_be_held_and_else_keeps_its_tur
         (true, true, outage, outage),
     ] {
         assert_eq!(class.request(may_be_held, is_outage, now), alone);
-        let other = class.begin_wait(&[], Requirements::default(), (), now).unwrap();
+        let other = class.begin_wait(&[], StreamRequirements::default(), (), now).unwrap();
         assert_eq!(class.request(may_be_held, is_outage, now), behind_another);
         class.leave(other);
     }
@@ -662,7 +664,7 @@ fn plan_dials_the_targets_of_a_class_that_is_warm_or_in_use() {
     assert_eq!(dials(&mut class, 300, false, false), 2, "a watch is held");
     class.release_watch();
     assert_eq!(dials(&mut class, 300, false, false), 0);
-    let id = class.begin_wait(&[], Requirements::default(), (), start).unwrap();
+    let id = class.begin_wait(&[], StreamRequirements::default(), (), start).unwrap();
     assert_eq!(dials(&mut class, 300, false, false), 2, "a request waits");
     assert_eq!(dials(&mut class, 300, false, true), 2, "a request waits, retired");
     class.leave(id);
@@ -677,7 +679,7 @@ fn plan_dials_no_more_than_claims_and_pauses_permit() {
     let waiting = |class| {
         let mut class = Class::new(class, now);
         for _ in 0..500 {
-            class.begin_wait(&[], Requirements::default(), (), now).unwrap();
+            class.begin_wait(&[], StreamRequirements::default(), (), now).unwrap();
         }
         class
     };

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::ops::Bound;
 use std::time::Instant;
 
-use super::Requirements;
+use super::StreamRequirements;
 
 /// The waiting requests of one class. `W` is what the caller keeps for each.
 #[derive(Debug)]
@@ -18,7 +18,7 @@ pub(super) struct Waiters<W> {
 /// A request that waits for a stream.
 #[derive(Debug)]
 pub(super) struct Waiter<W> {
-    pub(super) required: Requirements,
+    pub(super) required: StreamRequirements,
     /// When the request began to wait.
     pub(super) start: Instant,
     pub(super) handle: W,
@@ -48,7 +48,7 @@ impl<W> Waiters<W> {
     }
 
     /// Adds a request at the end. Returns the number by which it is found.
-    pub(super) fn add(&mut self, required: Requirements, start: Instant, handle: W) -> u64 {
+    pub(super) fn add(&mut self, required: StreamRequirements, start: Instant, handle: W) -> u64 {
         let id = self.next_id;
         self.next_id += 1;
         self.unrestricted += usize::from(required.is_unrestricted());

@@ -1,7 +1,6 @@
 //! The state machine of the attempts at one request: the first attempt, hedges, retries, and the hold of a new watch. It
 //! is pure: no I/O, no clock, no randomness. [`Attempts::step`] takes an [`Input`], [`Facts`] that it may ask, the time
-//! and a random number generator, and returns the [`Effect`] that the shell executes. Endpoints and connections are opaque
-//! keys.
+//! and a random number generator, and returns the [`Effect`] that the shell executes. Connections are opaque.
 //!
 //! A request begins with [`Effect::Acquire`]. A *round* has a first attempt and its hedges. If all of them fail, the
 //! failure of the first one decides on the next round ([`retry::decide`], at most [`ATTEMPTS`] rounds).
@@ -77,12 +76,13 @@ use super::overload_rejection;
 use super::retry::{self, ATTEMPTS, Refusal, RetryDecision, Stage};
 use super::start_up;
 use super::status_error::StatusError;
+use crate::pool::{EndpointKey, PreviousFailure, StreamRequirements};
 use crate::watch::session::max_outage_jitter;
 
 pub use self::facts::{BodyState, ConnectionFacts, Facts, OtherBudget};
 pub use self::input::{
-    AfterNotReached, Awaited, Effect, Failure, FailureCause, HedgeOutcome, HeldResponse, Input,
-    MissedVersion, NoStream, NotReached, Refused, Requirements, VersionOrigin,
+    AfterNotReached, Awaited, Effect, Failure, HedgeOutcome, HeldResponse, Input, MissedVersion,
+    NoStream, NotReached, Refused, VersionOrigin,
 };
 pub use self::parallel::{HEDGE_INTERVAL, LIVE_CHECK_INTERVAL, MAX_PARALLEL};
 
@@ -99,20 +99,20 @@ const HEALTH_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
 /// The attempts at one request.
 #[derive(Debug)]
-pub struct Attempts<E, C> {
+pub struct Attempts<C> {
     kind: RequestKind,
     /// Until when the request is held, if it is a new watch.
     hold_until: Instant,
-    state: State<E, C>,
+    state: State<C>,
     /// Number of the round, from 1.
     round: u32,
     /// `Some` for a heartbeat.
     heartbeat: Option<Box<Heartbeat>>,
     hedges: Hedges,
     /// The endpoints that do not have the requested version, any more or yet, or that reject requests.
-    excluded: Vec<E>,
+    excluded: Vec<EndpointKey>,
     /// The failure of the round before.
-    failed: Option<Box<FailedRound<E, C>>>,
+    failed: Option<Box<FailedRound<C>>>,
     /// The client gets this rejection if no other endpoint accepts the request.
     rejection: Option<Box<HeldResponse>>,
     /// An endpoint that has been up longer was asked after a refusal.
@@ -120,18 +120,18 @@ pub struct Attempts<E, C> {
 }
 
 #[derive(Debug)]
-enum State<E, C> {
+enum State<C> {
     /// The first attempt waits for a stream.
     Acquiring,
     /// The new watch is held, or waits for a stream after that. The text is the reason of the hold.
     Holding(Box<str>),
     /// The first attempt is sent, and its connection is not in trouble.
     Sent,
-    Parallel(Parallel<E, C>),
+    Parallel(Parallel<C>),
     Ended,
 }
 
-impl<E, C> State<E, C> {
+impl<C> State<C> {
     /// The name, for the message about an input that is impossible.
     const fn name(&self) -> &'static str {
         match self {
@@ -146,8 +146,8 @@ impl<E, C> State<E, C> {
 
 /// The failure of a round, with the state of its connection then.
 #[derive(Debug)]
-struct FailedRound<E, C> {
-    failure: Failure<E, C>,
+struct FailedRound<C> {
+    failure: Failure<C>,
     connection: ConnectionFacts,
 }
 
@@ -159,7 +159,7 @@ struct Heartbeat {
     probes_left: u64,
 }
 
-impl<E: Clone, C> Attempts<E, C> {
+impl<C> Attempts<C> {
     /// A request of this kind that has arrived at `requested_at`. The shell acquires a stream for it
     /// ([`Effect::Acquire`]). `timeout`: the `timeoutSeconds` of a watch.
     pub fn new(
@@ -203,32 +203,24 @@ impl<E: Clone, C> Attempts<E, C> {
     }
 
     /// The failure of the round before.
-    pub fn failure(&self) -> Option<&Failure<E, C>> {
+    pub fn failure(&self) -> Option<&Failure<C>> {
         self.failed.as_ref().map(|failed| &failed.failure)
     }
 
-    /// The requirements of [`Effect::Acquire`] and [`Effect::Retry`].
-    pub fn requirements(&self) -> Requirements<'_, E, C> {
-        let failed = match self.state {
-            State::Holding(_) => None,
-            _ => self.failed.as_ref(),
-        };
-        let Some(FailedRound { failure, connection, .. }) = failed.map(|failed| &**failed) else {
-            return Requirements {
-                previous_failure: None,
-                excluded: &[],
-                live_only: false,
-                without_connection_since: None,
-            };
-        };
-        let cause = failure.cause();
-        Requirements {
-            previous_failure: Some((cause, &failure.connection)),
-            excluded: &self.excluded,
+    /// The requirements of [`Effect::Acquire`] and [`Effect::Retry`], without what the kind of the request says.
+    pub fn requirements(&self) -> StreamRequirements {
+        let required = StreamRequirements::default();
+        let failed = self.failed.as_deref().filter(|_| !self.is_holding());
+        let Some(FailedRound { failure, connection }) = failed else { return required };
+        let previous = failure.previous(connection.key);
+        StreamRequirements {
             // The request has waited on one connection without a response. Another suspect one would probably not
             // answer either.
-            live_only: cause == FailureCause::Silence && connection.is_silent,
+            live_only: matches!(previous, PreviousFailure::Silence(_)) && connection.is_silent,
+            previous_failure: Some(previous),
+            excluded: self.excluded.clone(),
             without_connection_since: connection.suspect_since,
+            ..required
         }
     }
 
@@ -249,8 +241,8 @@ impl<E: Clone, C> Attempts<E, C> {
     /// Processes one input.
     pub fn step(
         &mut self,
-        input: Input<E, C>,
-        facts: &impl Facts<E, C>,
+        input: Input<C>,
+        facts: &impl Facts<C>,
         now: Instant,
         rng: &mut Rng,
     ) -> Effect {
@@ -261,8 +253,8 @@ impl<E: Clone, C> Attempts<E, C> {
     /// The effect of an input; `None` if it is impossible in this state.
     fn next(
         &mut self,
-        input: Input<E, C>,
-        facts: &impl Facts<E, C>,
+        input: Input<C>,
+        facts: &impl Facts<C>,
         now: Instant,
         rng: &mut Rng,
     ) -> Option<Effect> {
@@ -325,8 +317,8 @@ impl<E: Clone, C> Attempts<E, C> {
     /// The inputs that concern trouble and hedges.
     fn on_parallel(
         &mut self,
-        input: &Input<E, C>,
-        facts: &impl Facts<E, C>,
+        input: &Input<C>,
+        facts: &impl Facts<C>,
         now: Instant,
     ) -> Option<Effect> {
         if matches!(self.state, State::Sent) {
@@ -352,8 +344,8 @@ impl<E: Clone, C> Attempts<E, C> {
     fn on_failed(
         &mut self,
         attempt: usize,
-        failure: Failure<E, C>,
-        facts: &impl Facts<E, C>,
+        failure: Failure<C>,
+        facts: &impl Facts<C>,
         now: Instant,
     ) -> Option<Effect> {
         match &mut self.state {
@@ -370,7 +362,7 @@ impl<E: Clone, C> Attempts<E, C> {
     }
 
     /// Continues after a parallel attempt has ended.
-    fn after(&mut self, next: Next<E, C>, facts: &impl Facts<E, C>) -> Option<Effect> {
+    fn after(&mut self, next: Next<C>, facts: &impl Facts<C>) -> Option<Effect> {
         match next {
             Next::Wait => Some(Effect::Wait),
             Next::RoundFailed(failure) => Some(self.round_failed(failure, facts)),
@@ -379,7 +371,7 @@ impl<E: Clone, C> Attempts<E, C> {
     }
 
     /// All attempts of the round have failed: the request is sent again or refused.
-    fn round_failed(&mut self, mut failure: Failure<E, C>, facts: &impl Facts<E, C>) -> Effect {
+    fn round_failed(&mut self, mut failure: Failure<C>, facts: &impl Facts<C>) -> Effect {
         if let Some(heartbeat) = &mut self.heartbeat {
             heartbeat.due = None;
         }
@@ -410,8 +402,8 @@ impl<E: Clone, C> Attempts<E, C> {
     }
 
     /// Whether another endpoint is asked after the answer of one. Excludes those that are not.
-    fn asks_other(&mut self, failure: &Failure<E, C>, facts: &impl Facts<E, C>) -> bool {
-        let endpoint = &failure.endpoint;
+    fn asks_other(&mut self, failure: &Failure<C>, facts: &impl Facts<C>) -> bool {
+        let endpoint = failure.endpoint;
         match failure.stage {
             Stage::Rejected => {
                 let headers = failure.response.as_ref().map(|response| &response.0.headers);
@@ -431,7 +423,7 @@ impl<E: Clone, C> Attempts<E, C> {
                 true
             }
             Stage::NotReached => {
-                self.excluded.push(endpoint.clone());
+                self.excluded.push(endpoint);
                 let (reached, may_ask) = (failure.version.reached, self.round + 1 < ATTEMPTS);
                 let after = facts.after_not_reached(reached, &self.excluded, may_ask);
                 match after {
@@ -442,7 +434,7 @@ impl<E: Clone, C> Attempts<E, C> {
                 after != AfterNotReached::Respond
             }
             _ => {
-                self.excluded.push(endpoint.clone());
+                self.excluded.push(endpoint);
                 facts.may_ask_other(&self.excluded, OtherBudget::TooOld)
             }
         }
@@ -451,7 +443,7 @@ impl<E: Clone, C> Attempts<E, C> {
     /// Keeps the rejection of a failed attempt if it says more than the one before. The first one for overload is kept while
     /// other endpoints are tried, and the last 410, or 504 of a version that the client asks for; any other rejection only
     /// if it is the last. A refusal of an apiserver that may be starting says less than any other rejection.
-    fn keep_rejection(&mut self, failure: &mut Failure<E, C>, is_retried: bool) {
+    fn keep_rejection(&mut self, failure: &mut Failure<C>, is_retried: bool) {
         let kept = self.rejection.as_ref().map(|kept| kept.0.status.as_u16());
         let is_kept = match failure.stage {
             Stage::Rejected | Stage::Starting => kept.is_none_or(start_up::is_refusal),
@@ -465,7 +457,7 @@ impl<E: Clone, C> Attempts<E, C> {
         }
     }
 
-    fn on_no_stream(&mut self, reason: NoStream, facts: &impl Facts<E, C>) -> Option<Effect> {
+    fn on_no_stream(&mut self, reason: NoStream, facts: &impl Facts<C>) -> Option<Effect> {
         let is_new_watch = self.kind == RequestKind::Watch && self.rejection.is_none();
         Some(match (reason, &self.state) {
             (NoStream::Other(error), State::Acquiring | State::Holding(_)) => {
@@ -513,7 +505,7 @@ impl<E: Clone, C> Attempts<E, C> {
         }))
     }
 
-    fn on_heartbeat_due(&mut self, facts: &impl Facts<E, C>, now: Instant) -> Option<Effect> {
+    fn on_heartbeat_due(&mut self, facts: &impl Facts<C>, now: Instant) -> Option<Effect> {
         let heartbeat = self.heartbeat.as_mut()?;
         let due = heartbeat.due.as_mut()?;
         if heartbeat.probes_left > 0 {

@@ -21,7 +21,7 @@ use super::suitable::{NoneSuitable, PROCESS_CHANGED};
 use crate::proxy::attempt::Attempt;
 use crate::proxy::upstream_client::{UpstreamClient, UpstreamResponse as Response, until_troubled};
 use crate::upstream::connection::{Connection, Permit, describe_h2_error};
-use crate::upstream::pool::{ClassPool, PreviousFailure, StreamRequirements, Unavailable};
+use crate::upstream::pool::{ClassPool, PreviousFailure, Unavailable};
 
 /// An attempt to resume a watch; `None` if the listener drains.
 pub(super) type ResumeAttempt = LocalBoxFuture<'static, Option<Result<Response, AttemptError>>>;
@@ -72,6 +72,15 @@ impl From<NoneSuitable> for AttemptErrorKind {
     }
 }
 
+/// How the last attempt, on this connection, has ended.
+fn previous(session: &Session, last: &Connection) -> PreviousFailure {
+    if session.last_refused() {
+        PreviousFailure::Refusal(last.key(), last.endpoint.key())
+    } else {
+        PreviousFailure::Silence(last.key())
+    }
+}
+
 /// After `delay`, takes a stream from the pool and sends the request on it. The attempt fails if there is no
 /// response head within the limit of the session.
 pub(super) fn resume(
@@ -82,8 +91,8 @@ pub(super) fn resume(
 ) -> ResumeAttempt {
     let (upstream, class) = (Rc::clone(&context.upstream), Rc::clone(&context.class));
     let proof = context.proof.clone();
-    let last_connection = context.last_connection().cloned();
-    let (last_refused, limit) = (session.last_refused(), session.attempt_timeout());
+    let previous_failure = context.last_connection().map(|last| previous(session, last));
+    let limit = session.attempt_timeout();
     let mut excluded = session.excluded_at(clock::now() + delay);
     let (suitable, wanted) = (context.suitable_endpoints(session), context.wanted_version());
     let start_floor = context.start_floor();
@@ -94,24 +103,16 @@ pub(super) fn resume(
             sleep(delay).await;
             // If the identity is no longer proven, the body ends the watch.
             proof.confirmed().await;
-            let failure =
-                if last_refused { PreviousFailure::Refusal } else { PreviousFailure::Silence };
             if let Err(none) = suitable.wait_for_parameters(&excluded).await {
                 let reason = "no endpoint is known to honour the parameters of the watch";
                 return Err(no_stream(reason.to_owned(), none.into()));
             }
             suitable.exclude_others(&mut excluded);
-            let requirements = StreamRequirements {
-                long_running: true,
-                may_be_held: true,
-                previous_failure: last_connection.as_ref().map(failure),
-                excluded_endpoints: &excluded,
-                resource_version: wanted.as_ref().map(|(record, version)| (record, *version)),
-                versions: suitable.preferred_versions(),
-                ..StreamRequirements::for_client(proof.subject())
-            };
+            let mut stream = suitable.stream_request(excluded, wanted.as_ref(), &proof);
+            stream.required.may_be_held = true;
+            stream.required.previous_failure = previous_failure;
             let deadline = clock::now() + limit;
-            let permit = upstream.pool.acquire(&class, requirements);
+            let permit = upstream.pool.acquire(&class, stream);
             match timeout_at(deadline.into(), permit).await {
                 Ok(Ok(permit)) if suitable.honours_parameters(&permit.connection().endpoint) => {
                     let floor = start_floor.as_ref();

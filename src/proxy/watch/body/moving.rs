@@ -28,7 +28,6 @@ use super::{Source, WatchBody};
 use crate::proxy::upstream_client::UpstreamResponse as Response;
 use crate::upstream::connection::{Permit, describe_h2_error};
 use crate::upstream::endpoint::Endpoint;
-use crate::upstream::pool::StreamRequirements;
 
 impl WatchBody {
     /// Called when the connection has notified its watches, because some of them should move.
@@ -120,13 +119,8 @@ fn take_move_offer(
     let is_target = |other: &Arc<Endpoint>| targets.iter().any(|one| Arc::ptr_eq(one, other));
     let others = endpoints.iter().filter(|other| !is_target(other));
     excluded.extend(others.map(|other| other.key()));
-    let requirements = StreamRequirements {
-        long_running: true,
-        excluded_endpoints: &excluded,
-        versions: suitable.preferred_versions(),
-        ..StreamRequirements::for_client(context.proof.subject())
-    };
-    Some((reason, pool.try_acquire(&context.class, requirements)))
+    let stream = suitable.stream_request(excluded, None, &context.proof);
+    Some((reason, pool.try_acquire(&context.class, &stream)))
 }
 
 /// Sends the request on a stream of another connection, and waits for the response head and for the first

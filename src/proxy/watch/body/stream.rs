@@ -23,7 +23,7 @@ use crate::observe::GzipBytes;
 use crate::proxy::drain::DrainWatcher;
 use crate::proxy::upstream_client::{poll_turn, release_window};
 use crate::upstream::connection::{Connection, DrainUrgency, Permit, describe_h2_error};
-use crate::upstream::pool::{PreviousFailure, StreamRequirements};
+use crate::upstream::pool::PreviousFailure;
 
 /// What inflating a piece counts in [`poll_turn`]: it takes 20 to 40 µs.
 const INFLATE_POLLS: u16 = 64;
@@ -209,23 +209,18 @@ impl UpstreamStream {
         let suitable = context.suitable_endpoints(session);
         let mut excluded = context.excluded_from_moves();
         let mut drain = context.drain.clone();
+        let previous = PreviousFailure::Silence(connection.key());
         self.next_event = Box::pin(async move {
             let search = async {
                 sleep(pause).await;
                 // If the identity is no longer proven, the body ends the watch.
                 proof.confirmed().await;
                 suitable.exclude_others(&mut excluded);
-                let requirements = StreamRequirements {
-                    long_running: true,
-                    may_be_held: true,
-                    live_only: true,
-                    excluded_endpoints: &excluded,
-                    resource_version: wanted.as_ref().map(|(record, version)| (record, *version)),
-                    versions: suitable.preferred_versions(),
-                    previous_failure: immediate.then_some(PreviousFailure::Silence(&connection)),
-                    ..StreamRequirements::for_client(proof.subject())
-                };
-                let acquired = upstream.pool.acquire(&class, requirements);
+                let mut stream = suitable.stream_request(excluded, wanted.as_ref(), &proof);
+                stream.required.may_be_held = true;
+                stream.required.live_only = true;
+                stream.required.previous_failure = immediate.then_some(previous);
+                let acquired = upstream.pool.acquire(&class, stream);
                 let permit = timeout(SEARCH_TIMEOUT, acquired).await.ok()?.ok()?;
                 suitable.honours_parameters(&permit.connection().endpoint).then_some(permit)
             };

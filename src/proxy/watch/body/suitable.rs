@@ -15,10 +15,13 @@ use jackstay_core::watch::parameters::{
 use jackstay_sys::clock;
 use tokio::time::timeout;
 
+use crate::proxy::client_certificate::IdentityProof;
 use crate::proxy::upstream_client::UpstreamClient;
 use crate::upstream::Upstream;
 use crate::upstream::capabilities::ApiserverProcess;
 use crate::upstream::endpoint::Endpoint;
+use crate::upstream::pool::{StreamRequest, StreamRequirements};
+use crate::upstream::resource_versions::ResourceRecord;
 use crate::upstream::version_preference::{
     PreferredVersions, older_endpoints, preferred_versions_of_resume,
 };
@@ -61,6 +64,24 @@ impl SuitableEndpoints {
     /// The versions to prefer.
     pub(super) fn preferred_versions(&self) -> PreferredVersions {
         preferred_versions_of_resume(self.upstream(), self.user_agent.as_ref(), self.served_by)
+    }
+
+    /// Asks for a stream for the watch on one of the endpoints that are not `excluded`. `wanted`: the version that its
+    /// cache should have reached.
+    pub(super) fn stream_request<'a>(
+        &self,
+        excluded: Vec<EndpointKey>,
+        wanted: Option<&'a (Arc<ResourceRecord>, u64)>,
+        proof: &'a IdentityProof,
+    ) -> StreamRequest<'a> {
+        let required =
+            StreamRequirements { long_running: true, excluded, ..StreamRequirements::default() };
+        StreamRequest {
+            required,
+            resource_version: wanted.map(|(record, version)| (record, *version)),
+            versions: self.preferred_versions(),
+            client_subject: proof.subject(),
+        }
     }
 
     /// Adds the endpoints that must not be asked to the `excluded` ones.

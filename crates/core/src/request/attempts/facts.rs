@@ -3,9 +3,10 @@
 use std::time::{Duration, Instant};
 
 use super::input::AfterNotReached;
+use crate::pool::{ConnectionKey, EndpointKey};
 
 /// Answers the questions of [`super::Attempts::step`]. All answers are there at once: a step does not wait.
-pub trait Facts<E, C> {
+pub trait Facts<C> {
     /// The state of a connection that an attempt has used.
     fn connection(&self, connection: &C) -> ConnectionFacts;
 
@@ -31,21 +32,21 @@ pub trait Facts<E, C> {
     fn take_hedge_token(&self) -> bool;
 
     /// Whether a ready endpoint is left besides these. If so, takes a token from the budget, which may have none.
-    fn may_ask_other(&self, besides: &[E], budget: OtherBudget) -> bool;
+    fn may_ask_other(&self, besides: &[EndpointKey], budget: OtherBudget) -> bool;
 
     /// Records that an endpoint rejects requests for overload for this time. Returns all endpoints that do.
-    fn record_rejection(&self, endpoint: &E, pause: Duration) -> Vec<E>;
+    fn record_rejection(&self, endpoint: EndpointKey, pause: Duration) -> Vec<EndpointKey>;
 
     /// The endpoints that are not asked after a refusal by this one, if another one may be
     /// ([`crate::request::start_up::not_asked_after`]).
-    fn not_asked_after_refusal(&self, endpoint: &E) -> Option<Vec<E>>;
+    fn not_asked_after_refusal(&self, endpoint: EndpointKey) -> Option<Vec<EndpointKey>>;
 
     /// How the request continues after an endpoint that has reached only the version `reached`. `without_version`: the
     /// endpoints that have not reached it, this one included. `may_ask_other`: enough attempts are left to ask another one.
     fn after_not_reached(
         &self,
         reached: u64,
-        without_version: &[E],
+        without_version: &[EndpointKey],
         may_ask_other: bool,
     ) -> AfterNotReached;
 }
@@ -60,8 +61,10 @@ pub enum OtherBudget {
 }
 
 /// The state of a connection.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ConnectionFacts {
+    /// Its key.
+    pub key: ConnectionKey,
     /// It shows no evidence of life.
     pub is_silent: bool,
     /// It has ended, or was given up as dead.

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use http::response;
 
+use crate::pool::{ConnectionKey, EndpointKey, PreviousFailure};
 use crate::request::retry::{Refusal, Stage};
 use crate::request::status_error::StatusError;
 
@@ -16,7 +17,7 @@ pub type HeldResponse = (response::Parts, Bytes);
 
 /// What has happened. An `attempt` is the number of one of the parallel attempts of a round, from 0.
 #[derive(Debug)]
-pub enum Input<E, C> {
+pub enum Input<C> {
     /// The pool has reserved a stream ([`Effect::Acquire`], [`Effect::Retry`], [`Effect::Hedge`]).
     Granted { attempt: usize },
     /// The pool has no stream for the first attempt of a round.
@@ -26,7 +27,7 @@ pub enum Input<E, C> {
     /// The response has arrived as far as it is held back.
     Responded { attempt: usize },
     /// The attempt has failed, and its stream is closed.
-    Failed { attempt: usize, failure: Failure<E, C> },
+    Failed { attempt: usize, failure: Failure<C> },
     /// The request should not rely on the connection of this attempt alone ([`Awaited::Trouble`]).
     Troubled { attempt: usize },
     /// The pause after a failed hedge is over, and the connection is in trouble ([`Awaited::Loss`]).
@@ -45,7 +46,7 @@ pub enum Input<E, C> {
     NotExecutable,
 }
 
-impl<E, C> Input<E, C> {
+impl<C> Input<C> {
     /// The name, for the message about an input that is impossible.
     pub(super) const fn name(&self) -> &'static str {
         match self {
@@ -114,14 +115,14 @@ pub enum NoStream {
 
 /// A failed attempt.
 #[derive(Debug)]
-pub struct Failure<E, C> {
+pub struct Failure<C> {
     /// The stage that the attempt had reached.
     pub stage: Stage,
     /// The cause, for logs and errors.
     pub reason: String,
     pub connection: C,
     /// The endpoint of the connection.
-    pub endpoint: E,
+    pub endpoint: EndpointKey,
     /// The rejection by the apiserver, if it sent one.
     pub response: Option<Box<HeldResponse>>,
     /// In the stage *not reached*: what the endpoint has reached.
@@ -137,26 +138,17 @@ pub struct MissedVersion {
     pub is_floor: bool,
 }
 
-/// How a failed attempt affects the choice of the next connection.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum FailureCause {
-    /// The connection did not respond or was lost.
-    Silence,
-    /// The endpoint refused the request.
-    Refusal,
-}
-
-impl<E, C> Failure<E, C> {
-    /// How the pool considers the failure when it chooses the next connection.
-    pub fn cause(&self) -> FailureCause {
+impl<C> Failure<C> {
+    /// How the pool considers the failure, on a connection with this key, when it chooses the next connection.
+    pub fn previous(&self, connection: ConnectionKey) -> PreviousFailure {
         match self.stage {
             Stage::Unprocessed
             | Stage::TooOld
             | Stage::NotReached
             | Stage::Rejected
-            | Stage::Starting => FailureCause::Refusal,
+            | Stage::Starting => PreviousFailure::Refusal(connection, self.endpoint),
             Stage::NotSent | Stage::NoHead | Stage::Unanswered | Stage::HeadHeld => {
-                FailureCause::Silence
+                PreviousFailure::Silence(connection)
             }
         }
     }
@@ -216,19 +208,6 @@ impl NotReached {
             (VersionOrigin::Client, _) => AfterNotReached::Respond,
         }
     }
-}
-
-/// What the pool considers when it chooses the connection of the first attempt of a round.
-#[derive(Debug)]
-pub struct Requirements<'a, E, C> {
-    /// The connection of the attempt before, and why that failed.
-    pub previous_failure: Option<(FailureCause, &'a C)>,
-    /// Endpoints that must not be used.
-    pub excluded: &'a [E],
-    /// Suspect connections are excluded: the request has waited on a silent one.
-    pub live_only: bool,
-    /// When the request lost its previous connection.
-    pub without_connection_since: Option<Instant>,
 }
 
 /// What an attempt waits for, besides its response if it is sent.

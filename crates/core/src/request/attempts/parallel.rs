@@ -35,21 +35,21 @@ impl Hedges {
 }
 
 /// What follows the end of an attempt.
-pub(super) enum Next<E, C> {
+pub(super) enum Next<C> {
     /// The other attempts go on.
     Wait,
     /// All attempts have failed. The failure is that of the first one.
-    RoundFailed(Failure<E, C>),
+    RoundFailed(Failure<C>),
     /// The attempt did not run.
     Impossible,
 }
 
 /// See the module documentation. The last attempt is the only one that may have no hedge.
 #[derive(Debug)]
-pub(super) struct Parallel<E, C>(Vec<Attempt<E, C>>);
+pub(super) struct Parallel<C>(Vec<Attempt<C>>);
 
 #[derive(Debug)]
-enum Attempt<E, C> {
+enum Attempt<C> {
     /// A hedge without a stream.
     Acquiring,
     /// Its connection is not in trouble.
@@ -60,7 +60,7 @@ enum Attempt<E, C> {
         silence_from: Option<Instant>,
     },
     /// It has failed, and its hedge runs. `since`: as in [`Hedging`].
-    Failed { failure: Failure<E, C>, since: u32 },
+    Failed { failure: Failure<C>, since: u32 },
 }
 
 /// Whether an attempt is hedged. `since`: the number of hedges that the request had sent before those of this attempt.
@@ -74,7 +74,7 @@ enum Hedging {
     Paused { since: u32, until: Instant },
 }
 
-impl<E, C> Attempt<E, C> {
+impl<C> Attempt<C> {
     /// The number of hedges that the request had sent before those of this attempt, if it is hedged.
     fn hedged_since(&self) -> Option<u32> {
         match *self {
@@ -88,7 +88,7 @@ impl<E, C> Attempt<E, C> {
     }
 }
 
-impl<E, C> Parallel<E, C> {
+impl<C> Parallel<C> {
     /// The first attempt of a round, on a connection without trouble.
     pub(super) fn new() -> Self {
         Self(vec![Attempt::Sent])
@@ -115,7 +115,7 @@ impl<E, C> Parallel<E, C> {
         &mut self,
         attempt: usize,
         is_safe: bool,
-        facts: &impl Facts<E, C>,
+        facts: &impl Facts<C>,
         hedges: &mut Hedges,
         now: Instant,
     ) -> Option<Effect> {
@@ -133,7 +133,7 @@ impl<E, C> Parallel<E, C> {
     pub(super) fn hedge_due(
         &mut self,
         attempt: usize,
-        facts: &impl Facts<E, C>,
+        facts: &impl Facts<C>,
         hedges: &mut Hedges,
     ) -> Option<Effect> {
         let Some(Attempt::Troubled { hedging, .. }) = self.0.get_mut(attempt) else { return None };
@@ -147,7 +147,7 @@ impl<E, C> Parallel<E, C> {
         &mut self,
         attempt: usize,
         probe: bool,
-        facts: &impl Facts<E, C>,
+        facts: &impl Facts<C>,
         hedges: &mut Hedges,
     ) -> Effect {
         if facts.take_hedge_token() {
@@ -175,7 +175,7 @@ impl<E, C> Parallel<E, C> {
     pub(super) fn silent(
         &mut self,
         attempt: usize,
-        facts: &impl Facts<E, C>,
+        facts: &impl Facts<C>,
         now: Instant,
     ) -> Option<Effect> {
         let Some(Attempt::Troubled { silence_from: Some(from), .. }) = self.0.get_mut(attempt)
@@ -211,11 +211,11 @@ impl<E, C> Parallel<E, C> {
     pub(super) fn failed(
         &mut self,
         attempt: usize,
-        failure: Failure<E, C>,
+        failure: Failure<C>,
         is_given_up: bool,
         hedges: &mut Hedges,
         now: Instant,
-    ) -> Next<E, C> {
+    ) -> Next<C> {
         let Some(failed @ (Attempt::Sent | Attempt::Troubled { .. })) = self.0.get_mut(attempt)
         else {
             return Next::Impossible;
@@ -240,7 +240,7 @@ impl<E, C> Parallel<E, C> {
         attempt: usize,
         hedges: &mut Hedges,
         now: Instant,
-    ) -> Next<E, C> {
+    ) -> Next<C> {
         let Some(Attempt::Acquiring) = self.0.get(attempt) else { return Next::Impossible };
         hedges.outcomes.push(HedgeOutcome::NoConnection);
         self.0.truncate(attempt);
@@ -248,7 +248,7 @@ impl<E, C> Parallel<E, C> {
     }
 
     /// The hedge of the last attempt has ended without a response.
-    fn hedge_ended(&mut self, hedges: &mut Hedges, now: Instant) -> Next<E, C> {
+    fn hedge_ended(&mut self, hedges: &mut Hedges, now: Instant) -> Next<C> {
         while let Some(last) = self.0.pop() {
             let since = last.hedged_since();
             match last {

@@ -8,21 +8,30 @@ use bytes::Bytes;
 use http::Response;
 
 use super::*;
+use crate::pool::ConnectionKey;
 use RequestKind::{Read, Watch, Write};
 
-/// The key of an endpoint, and of a connection.
-type Key = u8;
-type TestInput = Input<Key, Key>;
+/// A connection.
+type Key = usize;
+type TestInput = Input<Key>;
+
+/// A connection without trouble.
+const CONNECTION: ConnectionFacts = ConnectionFacts {
+    key: ConnectionKey(10),
+    is_silent: false,
+    is_dead: false,
+    suspect_since: None,
+};
 
 /// A failure on connection 10 to endpoint 1, with a rejection that has the status `code`, if it is not 0.
-fn failure(stage: Stage, code: u16) -> Failure<Key, Key> {
+fn failure(stage: Stage, code: u16) -> Failure<Key> {
     let response = (code > 0).then(|| {
         let response = Response::builder().status(code).header("retry-after", "2");
         Box::new((response.body(()).unwrap().into_parts().0, Bytes::new()))
     });
     let version = MissedVersion::default();
     let reason = "lost".to_owned();
-    Failure { stage, reason, connection: 10, endpoint: 1, response, version }
+    Failure { stage, reason, connection: 10, endpoint: EndpointKey(1), response, version }
 }
 
 fn granted(attempt: usize) -> TestInput {
@@ -62,8 +71,8 @@ struct World {
     may_hold: bool,
     has_token: bool,
     has_other: bool,
-    rejecting: Vec<Key>,
-    not_asked: Option<Vec<Key>>,
+    rejecting: Vec<EndpointKey>,
+    not_asked: Option<Vec<EndpointKey>>,
     after: AfterNotReached,
     asked: RefCell<Vec<String>>,
 }
@@ -71,7 +80,7 @@ struct World {
 impl Default for World {
     fn default() -> Self {
         Self {
-            connection: ConnectionFacts::default(),
+            connection: CONNECTION,
             has_live: true,
             ill_health: None,
             has_better_endpoint: false,
@@ -80,8 +89,8 @@ impl Default for World {
             may_hold: true,
             has_token: true,
             has_other: true,
-            rejecting: vec![1, 2],
-            not_asked: Some(vec![1, 3]),
+            rejecting: vec![EndpointKey(1), EndpointKey(2)],
+            not_asked: Some(vec![EndpointKey(1), EndpointKey(3)]),
             after: AfterNotReached::AskOther,
             asked: RefCell::default(),
         }
@@ -94,7 +103,7 @@ impl World {
     }
 }
 
-impl Facts<Key, Key> for World {
+impl Facts<Key> for World {
     fn connection(&self, _: &Key) -> ConnectionFacts {
         self.connection
     }
@@ -128,22 +137,22 @@ impl Facts<Key, Key> for World {
         self.has_token
     }
 
-    fn may_ask_other(&self, _: &[Key], budget: OtherBudget) -> bool {
+    fn may_ask_other(&self, _: &[EndpointKey], budget: OtherBudget) -> bool {
         self.ask(format!("Other {budget:?}"));
         self.has_other
     }
 
-    fn record_rejection(&self, _: &Key, pause: Duration) -> Vec<Key> {
+    fn record_rejection(&self, _: EndpointKey, pause: Duration) -> Vec<EndpointKey> {
         self.ask(format!("Record {}", pause.as_secs()));
         self.rejecting.clone()
     }
 
-    fn not_asked_after_refusal(&self, _: &Key) -> Option<Vec<Key>> {
+    fn not_asked_after_refusal(&self, _: EndpointKey) -> Option<Vec<EndpointKey>> {
         self.ask("Longer up");
         self.not_asked.clone()
     }
 
-    fn after_not_reached(&self, _: u64, _: &[Key], may_ask_other: bool) -> AfterNotReached {
+    fn after_not_reached(&self, _: u64, _: &[EndpointKey], may_ask_other: bool) -> AfterNotReached {
         self.ask(format!("Version {may_ask_other}"));
         self.after
     }
@@ -201,12 +210,12 @@ fn show(effect: &Effect) -> String {
     }
 }
 
-fn attempts(kind: RequestKind, now: Instant) -> Attempts<Key, Key> {
+fn attempts(kind: RequestKind, now: Instant) -> Attempts<Key> {
     Attempts::new(kind, false, now, None)
 }
 
 /// As [`run`], without taking the outcomes of hedges.
-fn run_quietly(kind: RequestKind, steps: Vec<Step>) -> (Attempts<Key, Key>, Vec<String>) {
+fn run_quietly(kind: RequestKind, steps: Vec<Step>) -> (Attempts<Key>, Vec<String>) {
     let (now, mut rng) = (Instant::now(), Rng::with_seed(1));
     let mut attempts = attempts(kind, now);
     let mut texts = Vec::new();
@@ -219,7 +228,7 @@ fn run_quietly(kind: RequestKind, steps: Vec<Step>) -> (Attempts<Key, Key>, Vec<
 }
 
 /// Steps through the inputs. The text has what was asked and the effects, and after `|` the outcomes of hedges.
-fn run(kind: RequestKind, steps: Vec<Step>) -> (Attempts<Key, Key>, String) {
+fn run(kind: RequestKind, steps: Vec<Step>) -> (Attempts<Key>, String) {
     let (mut attempts, texts) = run_quietly(kind, steps);
     let outcomes: Vec<_> = attempts.hedge_outcomes().map(HedgeOutcome::as_str).collect();
     let text = format!("{} | {}", texts.join(", "), outcomes.join(" "));
@@ -271,7 +280,7 @@ fn step_request_that_a_starting_endpoint_refuses_is_sent_to_one_that_has_been_up
     let expected = "Send 0, Record 2, Other Rejected, Retry, Send 0, Longer up, Rejection 429";
     check(Read, steps, expected);
     let (attempts, _) = run(Read, steps![granted(0), refused(403)]);
-    assert_eq!(attempts.requirements().excluded, [1, 3]);
+    assert_eq!(attempts.requirements().excluded, [EndpointKey(1), EndpointKey(3)]);
     // A write is not repeated.
     check(Write, steps![granted(0), refused(403)], "Send 0, Rejection 403");
 }
@@ -301,7 +310,7 @@ fn hold_lasts_for_the_timeout_of_the_watch_and_at_most_30_s() {
     for (timeout, expected) in [(None, 30), (Some(8), 8), (Some(600), 30)] {
         let (now, mut rng, world) = (Instant::now(), Rng::with_seed(1), World::default());
         let timeout = timeout.map(Duration::from_secs);
-        let mut attempts = Attempts::<Key, Key>::new(Watch, false, now, timeout);
+        let mut attempts = Attempts::<Key>::new(Watch, false, now, timeout);
         let later = now + Duration::from_secs(2);
         let effect = attempts.step(unreachable(), &world, later, &mut rng);
         let Effect::Hold { until } = effect else { panic!("{effect:?}") };
@@ -403,22 +412,24 @@ fn rejection_is_kept_as_its_stage_says() {
 #[test]
 fn requirements_follow_from_the_failure() {
     let (now, mut rng) = (Instant::now(), Rng::with_seed(1));
-    for (stage, is_silent, cause, live_only) in [
-        (Stage::NotSent, false, FailureCause::Silence, false),
-        (Stage::NoHead, true, FailureCause::Silence, true),
-        (Stage::HeadHeld, false, FailureCause::Silence, false),
-        (Stage::Unprocessed, true, FailureCause::Refusal, false),
+    let silence = PreviousFailure::Silence(ConnectionKey(10));
+    let refusal = PreviousFailure::Refusal(ConnectionKey(10), EndpointKey(1));
+    for (stage, is_silent, previous, live_only) in [
+        (Stage::NotSent, false, silence, false),
+        (Stage::NoHead, true, silence, true),
+        (Stage::HeadHeld, false, silence, false),
+        (Stage::Unprocessed, true, refusal, false),
     ] {
         let mut attempts = attempts(Read, now);
         let first = attempts.requirements();
         assert!(first.previous_failure.is_none() && !first.live_only && first.excluded.is_empty());
-        let connection = ConnectionFacts { is_silent, is_dead: false, suspect_since: Some(now) };
+        let connection = ConnectionFacts { is_silent, suspect_since: Some(now), ..CONNECTION };
         let world = World { connection, ..World::default() };
         attempts.step(granted(0), &world, now, &mut rng);
         let effect = attempts.step(failed(0, stage, 0), &world, now, &mut rng);
         assert_eq!(show(&effect), "Retry");
         let next = attempts.requirements();
-        assert_eq!(next.previous_failure, Some((cause, &10)), "{stage:?}");
+        assert_eq!(next.previous_failure, Some(previous), "{stage:?}");
         assert_eq!(next.without_connection_since, Some(now), "{stage:?}");
         assert_eq!(next.live_only, live_only, "{stage:?}");
     }
@@ -574,7 +585,7 @@ fn step_silent_safe_request_is_given_up_without_a_live_connection() {
 #[test]
 fn heartbeat_is_probed_each_second_and_given_up_after_four() {
     let (now, mut rng) = (Instant::now(), Rng::with_seed(1));
-    let mut attempts = Attempts::<Key, Key>::new(Write, true, now, None);
+    let mut attempts = Attempts::<Key>::new(Write, true, now, None);
     assert_eq!(attempts.heartbeat_due(), None);
     attempts.step(granted(0), &World::default(), now, &mut rng);
     let ill = Some("it is degraded");

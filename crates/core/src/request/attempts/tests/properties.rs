@@ -40,9 +40,9 @@ impl RandomFacts {
     }
 }
 
-impl Facts<Key, Key> for RandomFacts {
+impl Facts<Key> for RandomFacts {
     fn connection(&self, _: &Key) -> ConnectionFacts {
-        ConnectionFacts { is_silent: self.is(2), is_dead: self.is(2), suspect_since: None }
+        ConnectionFacts { is_silent: self.is(2), is_dead: self.is(2), ..CONNECTION }
     }
 
     fn has_live(&self) -> bool {
@@ -79,21 +79,21 @@ impl Facts<Key, Key> for RandomFacts {
         tokens > 0
     }
 
-    fn may_ask_other(&self, _: &[Key], _: OtherBudget) -> bool {
+    fn may_ask_other(&self, _: &[EndpointKey], _: OtherBudget) -> bool {
         !self.is(4)
     }
 
-    fn record_rejection(&self, endpoint: &Key, _: Duration) -> Vec<Key> {
-        vec![*endpoint]
+    fn record_rejection(&self, endpoint: EndpointKey, _: Duration) -> Vec<EndpointKey> {
+        vec![endpoint]
     }
 
-    fn not_asked_after_refusal(&self, endpoint: &Key) -> Option<Vec<Key>> {
+    fn not_asked_after_refusal(&self, endpoint: EndpointKey) -> Option<Vec<EndpointKey>> {
         let found = !self.is(4);
         self.longer_up.set(self.longer_up.get() + u32::from(found && self.tokens.get() > 0));
-        found.then(|| vec![*endpoint])
+        found.then(|| vec![endpoint])
     }
 
-    fn after_not_reached(&self, _: u64, _: &[Key], _: bool) -> AfterNotReached {
+    fn after_not_reached(&self, _: u64, _: &[EndpointKey], _: bool) -> AfterNotReached {
         use AfterNotReached::{AskAgain, AskOther, Respond, SendOriginal};
         let answers = [AskAgain, AskOther, SendOriginal, Respond];
         answers[self.rng.borrow_mut().usize(..4)]
@@ -102,7 +102,7 @@ impl Facts<Key, Key> for RandomFacts {
 
 /// A shell that executes effects, with an input chosen at random for each.
 struct Shell {
-    attempts: Attempts<Key, Key>,
+    attempts: Attempts<Key>,
     kind: RequestKind,
     now: Instant,
     rng: Rng,

@@ -45,6 +45,7 @@
 //! | any | `ServerEnded` | Ended | |
 //! | Ordered | `GroupUnordered` | Passthrough | |
 //! | any | `Stop` | Ended | `End` |
+//! | any other than Resuming | `Accepted`, `AttemptFailed`, `OutageEnded`: impossible | Ended | `End`; a panic with debug assertions |
 //! | any | `HistoryLost` with an ERROR event | Ended | `End`, after the event if the ending is clean |
 //!
 //! A watch ends instead of resuming if less than 2 s are left until its deadline, or if it was resumed 12
@@ -268,6 +269,9 @@ impl Session {
     }
 
     fn on_accepted(&mut self) -> Effect {
+        if !matches!(self.state, State::Resuming { .. }) {
+            return self.impossible("Accepted");
+        }
         self.state.update(|state| match state {
             State::Resuming { cursor: Some(cursor), round } => {
                 State::Ordered(Ordered::resumed(cursor, round))
@@ -286,7 +290,7 @@ impl Session {
         now: Instant,
     ) -> Effect {
         let State::Resuming { round, .. } = &self.state else {
-            return self.end(NotResumable::GaveUp);
+            return self.impossible("AttemptFailed");
         };
         let withholds_error = round.withholds_error();
         if result == (AttemptResult::NoHead { outage: true }) && !withholds_error {
@@ -338,7 +342,9 @@ impl Session {
         if self.is_late(now) {
             return Effect::HoldUntilDeadline;
         }
-        let State::Resuming { round, .. } = &mut self.state else { return Effect::None };
+        let State::Resuming { round, .. } = &mut self.state else {
+            return self.impossible("OutageEnded");
+        };
         let quiet = round.is_quiet();
         **round = ResumeRound::begin(now, 0, quiet);
         Effect::Request { max_jitter: max_outage_jitter(held, quiet), pause: Duration::ZERO }
@@ -390,6 +396,13 @@ impl Session {
             Ending::Clean => self.end_withheld(reason, Some(error_event)),
             ending => Effect::End(ending, reason),
         }
+    }
+
+    /// A defect, after which the watch could wait forever.
+    #[cold]
+    fn impossible(&self, input: &str) -> Effect {
+        debug_assert!(false, "input {input} in state {:?}", self.state);
+        self.end(NotResumable::InternalError)
     }
 
     fn end(&self, reason: NotResumable) -> Effect {

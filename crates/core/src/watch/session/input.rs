@@ -140,6 +140,8 @@ pub enum NotResumable {
     Unproven,
     /// The listener shuts down.
     Shutdown,
+    /// A defect of jackstay: an input that is impossible in its state, after which it could wait forever.
+    InternalError,
 }
 
 impl NotResumable {
@@ -168,6 +170,7 @@ impl NotResumable {
             Self::HistoryLost => "history_lost",
             Self::Unproven => "unproven",
             Self::Shutdown => "shutdown",
+            Self::InternalError => "internal_error",
         }
     }
 

@@ -447,7 +447,33 @@ fn error_410_is_withheld_while_other_endpoints_are_asked() {
         assert_eq!(frame(&mut session, error(410)), Effect::Withhold);
         let next = reject(&mut session, true, ALL_LEFT, start);
         assert_eq!(next, if n < MAX_RESUMES { REQUEST } else { TOO_OLD });
-        attempt(&mut session, head(200), NONE_LEFT, start);
+        if n < MAX_RESUMES {
+            attempt(&mut session, head(200), NONE_LEFT, start);
+        }
+    }
+}
+
+/// In a release build the watch ends, in any other one the test does.
+#[test]
+fn step_ends_a_watch_at_an_impossible_input() {
+    let now = Instant::now();
+    let outage_ended = || Input::OutageEnded { held: Duration::ZERO };
+    let failed = || Input::AttemptFailed {
+        result: AttemptResult::NoHead { outage: false },
+        endpoint: None,
+        endpoints: ALL_LEFT,
+    };
+    for (name, input) in
+        [("accepted", Input::Accepted), ("outage ended", outage_ended()), ("failed", failed())]
+    {
+        let mut session = after(&request("5"), vec![], now);
+        let step = std::panic::AssertUnwindSafe(|| session.step(input, now));
+        let result = std::panic::catch_unwind(step);
+        assert_eq!(result.is_err(), cfg!(debug_assertions), "{name}");
+        if let Ok(effect) = result {
+            let ends = Effect::End(Ending::Clean, NotResumable::InternalError);
+            assert_eq!(effect, ends, "{name}");
+        }
     }
 }
 

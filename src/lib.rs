@@ -3,7 +3,7 @@
 //! `src/README.md` describes the architecture: the paths of a request, a resumed watch, an L4 flow and an
 //! endpoint update, the threads, the invariants and a glossary. In short:
 //!
-//! * [`proxy`] is the data plane: [`proxy::client_connection`] and [`proxy::forward`] for requests,
+//! * [`proxy`] is the data plane: [`proxy::https_server`] and [`proxy::forward`] for requests,
 //!   [`proxy::watch`] for watches, [`proxy::passthrough`] for L4 flows.
 //! * [`upstream`] contains endpoints, connections and pools, and reports their health to the decisions.
 //! * [`control`] discovers the endpoints, probes `/readyz` and reloads certificates.

@@ -4,14 +4,14 @@
 //! |---|---|---|
 //! | connecting | no connection is live, or `/readyz` was not answered yet | connects are tried |
 //! | ready | connected, and `/readyz` is ok or is not asked | first choice |
-//! | degraded | connected, but `/readyz` fails, or the watch cache lags behind another endpoint ([`super::lag`]) | no new requests while another endpoint is ready; connections stay open, and watches move away ([`super::evacuation`]) |
+//! | degraded | connected, but `/readyz` fails, or the watch cache lags behind another endpoint ([`jackstay_core::lag`]) | no new requests while another endpoint is ready; connections stay open, and watches move away ([`super::evacuation`]) |
 //! | suspect | connected, but on every connection a PING has been unanswered for 500 ms | no new requests while another endpoint is usable, and none after 1 s; a fresh connection is tried |
 //! | unverified | in an upstream of flows only: no connection is live, and a fresh TLS connection of the probe failed although the server answers | flows are forwarded, while none is ready also new ones; connects are retried with jittered backoff |
 //! | ejected | no connection is live and a fresh connect failed; or the prober found that the process does not answer | no requests; connects are retried with jittered backoff |
 //! | `no_h2` | no connection is live and the peer does not choose `h2` by ALPN | as ejected |
 //! | leaving | removed from the set of endpoints | its connections drain |
 //!
-//! Workers and the prober report observations. The state machine in [`health`] derives the state from
+//! Workers and the prober report observations. The state machine [`EndpointHealth`] derives the state from
 //! them. [`Endpoint`] publishes each transition in metrics, in the log and as an event.
 
 mod connections;
@@ -271,7 +271,7 @@ impl Endpoint {
     }
 
     /// Share of its usual picks that the endpoint gets, in 0..=1. It is below 1 for a while after a
-    /// recovery ([`super::balance::slow_start`]).
+    /// recovery ([`jackstay_core::balance::slow_start`]).
     pub fn slow_start_share(&self, now: Instant) -> f64 {
         self.slow_start.share(now)
     }

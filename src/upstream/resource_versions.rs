@@ -1,7 +1,7 @@
 //! The resource versions that the watch cache of each endpoint has shown.
 //!
 //! Each kube-apiserver serves watches and most reads from a cache of its own, which follows etcd. Watch events,
-//! bookmarks and answers from the cache show how far it has come ([`ShownVersion::raise`]). So a read can be sent to
+//! bookmarks and answers from the cache show how far it has come ([`ShownVersion`]). So a read can be sent to
 //! an endpoint that is known to have reached a version, and an endpoint whose cache lags can be found.
 //!
 //! Versions are compared within one resource only: etcd may be sharded by resource. A version above `u64::MAX`, which

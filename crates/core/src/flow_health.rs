@@ -52,7 +52,7 @@
 //! cannot be replaced, and is dead after `tunnel_dead_after` ([`FlowThresholds::tunnel`]). Tunnels are
 //! recognised only in mode `terminate`; in mode `passthrough` a tunnel is treated like any other flow.
 //!
-//! Except for [`FlowHealthCheck`], this module sends nothing and reads no clock.
+//! This module sends nothing and reads no clock: the caller passes `TCP_INFO` and the time.
 
 mod correlated_loss;
 mod lossy_path;

@@ -12,10 +12,10 @@
 //!   endpoint_set      StateWriter               the endpoint set of the upstream, and the state file
 //! ```
 //!
-//! The files in the order in which an update passes them: a source ([`file`], [`dns`], or [`slices`]
-//! with [`objects`]), [`source_states`], [`controller`], [`merge`], [`debounce`], and
-//! [`endpoint_set`](super::endpoint_set), which replaces the set of the
-//! [`Upstream`](crate::upstream::Upstream). In parallel [`state_writer`] writes the
+//! The files in the order in which an update passes them: a source ([`mod@file`], [`dns`], or [`slices`]
+//! with [`objects`]), [`source_states`], [`controller`], [`merge`](jackstay_core::discovery::merge),
+//! [`debounce`](jackstay_core::discovery::debounce), and [`endpoint_set`](super::endpoint_set), which replaces
+//! the set of the [`Upstream`](crate::upstream::Upstream). In parallel [`state_writer`] writes the
 //! endpoints of all sources but the static one to the [`state_file`].
 //!
 //! The controller never waits for a source, a disk or a drain: sources run in tasks of their own,

@@ -152,7 +152,7 @@ pub fn parse(text: &str, upstream: &str, now: SystemTime) -> Result<SavedState, 
     Ok(SavedState { endpoints, age })
 }
 
-/// Parses one endpoint; `None` if [`write`] cannot have written it.
+/// Parses one endpoint; `None` if [`write()`] cannot have written it.
 fn parse_endpoint(value: &Value) -> Option<(EndpointSource, Candidate)> {
     let source = EndpointSource::from_name(value["source"].as_str()?)?;
     let address = EndpointAddress::parse(value["address"].as_str()?).ok()?;

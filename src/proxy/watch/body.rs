@@ -1,10 +1,10 @@
 //! The response body of a watch. The client sees one stream; the body reads it from one upstream stream after
 //! another.
 //!
-//! The body reports inputs to [`super::session`] and executes the effects that it returns. [`stream`] reads
-//! an upstream stream and waits for a reason to leave it, [`attempt`] opens the next stream or waits for the
-//! end of an outage, [`moving`] opens a stream while the current one works, [`suitable`] says which endpoints may
-//! continue the watch, and [`context`] holds the request.
+//! The body reports inputs to [`Session`](jackstay_core::watch::session::Session) and executes the effects
+//! that it returns. [`stream`] reads an upstream stream and waits for a reason to leave it, [`attempt`] opens the
+//! next stream or waits for the end of an outage, [`moving`] opens a stream while the current one works, [`suitable`]
+//! says which endpoints may continue the watch, and [`context`] holds the request.
 
 mod attempt;
 mod context;

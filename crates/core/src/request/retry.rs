@@ -173,7 +173,7 @@ pub const fn may_ask_after_rejection(kind: RequestKind) -> bool {
 /// The stage of an attempt whose response has this status, if it rejects the request in a way that another endpoint may
 /// not: 410 (too old), 504 (not reached), 429 and 503 (rejected), 401 and 403 (starting). Headers and body decide whether
 /// it does ([`overload_rejection`](super::overload_rejection)), or the uptime of the endpoint
-/// ([`start_up`](super::start_up)). `None` if the client gets the response.
+/// ([`start_up`]). `None` if the client gets the response.
 pub const fn stage_of_rejection(kind: RequestKind, status: u16) -> Option<Stage> {
     let stage = match status {
         410 => Stage::TooOld,

@@ -14,7 +14,7 @@
 //! * [`cli`] contains the commands, [`doctor`] the diagnosis, `install` the installation on a node, `demo` a demonstration
 //!   with the small apiservers of `jackstay_apiserver`.
 //!
-//! Imports have one direction, which `tests/architecture` checks:
+//! Imports have one direction, which `tests/checks/architecture` checks:
 //! `app → {admin, proxy, control} → upstream → {net, observe} → config`.
 
 #![forbid(unsafe_code)]

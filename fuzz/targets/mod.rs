@@ -1,6 +1,6 @@
 //! The fuzz targets: each parses arbitrary bytes of one kind and asserts what must hold for every input.
 //!
-//! `fuzz/fuzz_targets` runs them with libFuzzer, `tests/fuzz.rs` on a stable toolchain.
+//! `fuzz/fuzz_targets` runs them with libFuzzer, `tests/checks/fuzz.rs` on a stable toolchain.
 
 mod cli;
 mod connection;

@@ -3,7 +3,7 @@
 `run` fails if an alert of deploy/monitoring lacks a kind. A new alert needs one entry of `ALERTS`.
 
 Series that a process has from its start are written as it exports them: a counter begins with 0 before its first event
-(`cargo test --test reference` checks that), so `fires` shows that the first event suffices.
+(`cargo test --test checks reference::` checks that), so `fires` shows that the first event suffices.
 """
 
 from dataclasses import dataclass, field

@@ -5,14 +5,17 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+mod cases;
 mod cli;
 mod demo;
 #[cfg(feature = "doctor")]
 mod doctor;
 mod fault_log;
+mod hostile;
 mod identity_lane;
 mod kubeconfig;
 mod memory_account;
 mod sandbox;
 mod secrets;
+mod smuggling;
 mod takeover;

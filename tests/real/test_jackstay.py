@@ -586,7 +586,7 @@ class Successors(LoadCase, unittest.TestCase):
         """Each is wrong for longer than any grace, and right again."""
         self.make_wrong_under_load("terminate", 7461)
 
-    @long_form("tests/reload has the same at L4")
+    @long_form("tests/proxy/reload has the same at L4")
     def test_wrong_name_ca_and_certificate_fail_no_flow(self):
         self.make_wrong_under_load("passthrough", 7462)
 

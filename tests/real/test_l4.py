@@ -140,12 +140,12 @@ class Faults(x, unittest.TestCase):
     def test_established_flows_dropped(self):
         """New connections work; the existing ones never receive a packet again."""
         every = {"idle-watch": 6, "busy-watch": 4, "read": 4, "write": 4}
-        for hook in ("output", "input") if LONG else ("input",):  # tests/passthrough/faults.rs covers every combination.
+        for hook in ("output", "input") if LONG else ("input",):  # tests/proxy/passthrough/faults.rs has all
             self.run_fault(f"flows dropped in {hook}", lambda: self.rig.faults.drop_flows(self.jackstay.pid, hooks=(hook,)), broken=every)
             self.assertGreater(self.rig.faults.dropped(), 0, "the fault dropped no packet")
             self.recover()
 
-    @long_form("tests/passthrough/faults.rs covers every direction and hook")
+    @long_form("tests/proxy/passthrough/faults.rs covers every direction and hook")
     def test_established_flows_dropped_in_one_direction(self):
         every = {"idle-watch": 6, "busy-watch": 4, "read": 4, "write": 4}
         # The last two do not affect the flows to the forwarder.
@@ -180,7 +180,7 @@ class Faults(x, unittest.TestCase):
             self.remote.start()
         self.run_fault("power loss and return of one", restart)
 
-    @long_form("tests/passthrough/endpoint_health.rs has such an endpoint")
+    @long_form("tests/proxy/passthrough/endpoint_health.rs has such an endpoint")
     def test_failed_readyz_keeps_flows_and_takes_no_new_ones(self):
         """The endpoint keeps its flows and receives no new ones."""
         load = self.flows(14, "idle-watch=16")
@@ -231,7 +231,7 @@ class Faults(x, unittest.TestCase):
         self.assertEqual([f for f in report["flows"] if f["outages"]], [])
         within(self, "L4, SYN black hole: slowest new connection with its request", slowest, "ms", 1000)
 
-    @long_form("tests/passthrough/faults.rs has lost packets")
+    @long_form("tests/proxy/passthrough/faults.rs has lost packets")
     def test_packet_loss(self):
         """5 % packet loss in both directions ejects no endpoint and resets no flow."""
         before, seconds = self.ejections(), 600

@@ -158,7 +158,7 @@ impl Recorder {
     }
 }
 
-/// The body of a response. The clients of `tests/smuggling` recognise the one to the sentinel.
+/// The body of a response. The clients of `tests/program/smuggling` recognise the one to the sentinel.
 fn answer(request: &Recorded) -> &'static str {
     if request.target.ends_with("/sentinel") { "reached the sentinel\n" } else { "recorded\n" }
 }

@@ -2,7 +2,8 @@
 //!
 //! A test waits for a condition, with a limit that only a failing test reaches. It never sleeps in the hope that
 //! something has happened afterwards. [`pause`] is for time that is part of the test: the rate of a client, the
-//! length of a fault, or a window in which nothing may happen. `tests/architecture` rejects `sleep` in other test code.
+//! length of a fault, or a window in which nothing may happen. `tests/checks/architecture` rejects `sleep` in other
+//! test code.
 
 use std::time::{Duration, Instant};
 

@@ -1,7 +1,8 @@
 //! Looks names up in `/etc/hosts`, and then at the name servers of `/etc/resolv.conf`, as the resolvers of the C library
 //! and of Go do.
 //!
-//! The table in `config/README.md`, which `tests/discovery/names.rs` checks, compares what the three find. The settings:
+//! The table in `config/README.md`, which `tests/proxy/discovery/names.rs` checks, compares what the three find. The
+//! settings:
 //!
 //! | | glibc 2.36 | Go | jackstay |
 //! |---|---|---|---|

@@ -1,7 +1,7 @@
 //! The verdicts of this verifier and those of Go on the same chains.
 //!
-//! Go's verdicts in the table were recorded with `tests/cases/verdicts.go` under Go 1.19 (Debian 12) and Go 1.27;
-//! `recorded_verdicts_are_those_of_go` runs it again where a `go` is installed.
+//! Go's verdicts in the table were recorded with `tests/program/cases/verdicts.go` under Go 1.19 (Debian 12) and
+//! Go 1.27; `recorded_verdicts_are_those_of_go` runs it again where a `go` is installed.
 
 mod inputs;
 
@@ -234,7 +234,7 @@ fn rustls_pem(der: &CertificateDer<'_>) -> String {
     format!("-----BEGIN CERTIFICATE-----\n{text}\n-----END CERTIFICATE-----\n")
 }
 
-/// Runs `tests/cases/verdicts.go` on the cases. `GO` names the program, else `go`.
+/// Runs `tests/program/cases/verdicts.go` on the cases. `GO` names the program, else `go`.
 #[test]
 #[ignore = "needs Go"]
 fn recorded_verdicts_are_those_of_go() {
@@ -249,7 +249,7 @@ fn recorded_verdicts_are_those_of_go() {
         write("server", case.server.unwrap_or_default().to_owned());
     }
     let go = std::env::var("GO").unwrap_or_else(|_| "go".to_owned());
-    let program = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cases/verdicts.go");
+    let program = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/program/cases/verdicts.go");
     let run = Command::new(go)
         .args(["run".as_ref(), program.as_os_str(), dir.path().as_os_str()])
         .args([NOW.to_string(), cases.len().to_string()])

@@ -33,7 +33,6 @@ use jackstay_core::watch::request::WatchRequest;
 use jackstay_sys::clock;
 use tokio::task::spawn_local;
 
-use self::facts::RequestFacts;
 use self::slots::{FirstResponse, Response as PendingResponse};
 use super::admission::unproven_requests::UnprovenRequest;
 use super::attempt::{Attempt, Attempts, FailedAttempt, Input, failed};
@@ -157,8 +156,7 @@ impl ForwardedRequest {
 
     /// Tells the state machine what has happened to the first attempt. The effect is known.
     fn step(&self, progress: &mut Progress, input: Input) {
-        let facts = RequestFacts::new(self, None);
-        progress.attempts.step(input, &facts, clock::now(), &mut Rng::new());
+        progress.attempts.step(input, &self.facts(None), clock::now(), &mut Rng::new());
     }
 
     /// Takes a stream for the first attempt of a round.

@@ -1,4 +1,4 @@
-//! L7: the whole data plane on real sockets, in front of demo apiservers and of scripted peers, which may
+//! The whole data plane, L7 and L4, on real sockets, in front of demo apiservers and of scripted peers, which may
 //! violate HTTP/2.
 
 #![cfg(feature = "demo")]

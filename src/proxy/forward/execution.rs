@@ -12,7 +12,6 @@ use jackstay_core::request::status_error::StatusError;
 use jackstay_sys::clock;
 use tokio::time::{sleep, sleep_until};
 
-use super::facts::RequestFacts;
 use super::slots::{Event, Response, Slots, later};
 use super::{ForwardedRequest, Progress};
 use crate::proxy::attempt::{Input, failed};
@@ -74,7 +73,7 @@ impl<'a> Execution<'a> {
     async fn run(mut self, mut input: Input) -> Result<UpstreamResponse, Box<Refused>> {
         let mut rng = Rng::new();
         loop {
-            let facts = RequestFacts::new(self.request, Some(&self.slots));
+            let facts = self.request.facts(Some(&self.slots));
             let effect = self.progress.attempts.step(input, &facts, clock::now(), &mut rng);
             self.count_hedges();
             self.slots.follow(&self.progress.attempts, &self.request.upstream);

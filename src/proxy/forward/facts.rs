@@ -20,12 +20,15 @@ pub(super) struct RequestFacts<'a> {
     slots: Option<&'a Slots<'a>>,
 }
 
-impl<'a> RequestFacts<'a> {
-    /// `slots`: the attempts; `None` while only the first one runs and nothing has happened to it.
-    pub(super) fn new(request: &'a ForwardedRequest, slots: Option<&'a Slots<'a>>) -> Self {
-        Self { request, slots }
+impl ForwardedRequest {
+    /// The facts about this request. `slots`: its attempts; `None` while only the first one runs and nothing has happened to
+    /// it.
+    pub(super) fn facts<'a>(&'a self, slots: Option<&'a Slots<'a>>) -> RequestFacts<'a> {
+        RequestFacts { request: self, slots }
     }
+}
 
+impl RequestFacts<'_> {
     fn connection_of(&self, attempt: usize) -> Option<&Rc<Connection>> {
         self.slots?.connection(attempt)
     }

@@ -6,7 +6,9 @@ use std::sync::Arc;
 
 use arc_swap::ArcSwap;
 use jackstay_core::admission::MemoryBudget;
-use jackstay_core::takeover::start::{Bound, Effect, Failure, Found, Input, Start, StartMode};
+use jackstay_core::takeover::start::{
+    Bound, Found, Start, StartEffect, StartFailure, StartInput, StartMode,
+};
 use jackstay_sys::clock;
 use jackstay_sys::process::inherited_sockets::InheritedSockets;
 use tokio::runtime::Handle;
@@ -101,31 +103,31 @@ impl Attempt {
         let (mut bound, mut asked) = (None, None);
         loop {
             let input = match effect {
-                Effect::Bind { admin_may_wait } => {
+                StartEffect::Bind { admin_may_wait } => {
                     let result = self.bind(admin_may_wait);
-                    let input = Input::Bound(kind_of(&result));
+                    let input = StartInput::Bound(kind_of(&result));
                     bound = Some(result);
                     input
                 }
-                Effect::Ask(request) => match self.ask(request) {
-                    Ok(found) => Input::Found(found),
+                StartEffect::Ask(request) => match self.ask(request) {
+                    Ok(found) => StartInput::Found(found),
                     Err(error) => {
                         asked = Some(error);
-                        Input::Found(Found::Failed)
+                        StartInput::Found(Found::Failed)
                     }
                 },
-                Effect::BeginAlone => {
+                StartEffect::BeginAlone => {
                     if let Some(path) = &self.path {
                         tracing::info!(path = %path.display(), "no process to take over from");
                     }
-                    Input::Continue
+                    StartInput::Continue
                 }
-                Effect::Pause(time) => {
+                StartEffect::Pause(time) => {
                     takeover::pause(time);
-                    Input::Continue
+                    StartInput::Continue
                 }
-                Effect::Start(mode) => return self.start(mode, bound),
-                Effect::Fail(failure) => return self.fail(failure, bound, asked),
+                StartEffect::Start(mode) => return self.start(mode, bound),
+                StartEffect::Fail(failure) => return self.fail(failure, bound, asked),
             };
             effect = start.step(input, clock::now());
         }
@@ -199,14 +201,14 @@ impl Attempt {
     /// The error of the start.
     fn fail(
         mut self,
-        failure: Failure,
+        failure: StartFailure,
         bound: Option<Result<App, StartError>>,
         asked: Option<StartError>,
     ) -> Result<App, StartError> {
         match (failure, bound, asked) {
-            (Failure::Ask, _, Some(error)) => Err(error),
-            (Failure::Serving, Some(Err(error)), _) => Err(error.beside_serving(self.serving)),
-            (Failure::Silent, Some(Err(error)), _) => {
+            (StartFailure::Ask, _, Some(error)) => Err(error),
+            (StartFailure::Serving, Some(Err(error)), _) => Err(error.beside_serving(self.serving)),
+            (StartFailure::Silent, Some(Err(error)), _) => {
                 let path = self.path.unwrap_or_default();
                 Err(StartError::silent(&path, self.silent, &error))
             }

@@ -47,7 +47,7 @@ use std::path::{Path, PathBuf};
 use std::pin::pin;
 use std::time::Duration;
 
-use jackstay_core::takeover::hand_over::{Effect, End, HandOver, Input};
+use jackstay_core::takeover::hand_over::{End, HandOver, HandOverEffect, HandOverInput};
 use jackstay_core::takeover::messages::{Answer, LEFT, OWN, REQUEST};
 use jackstay_sys::process::descriptor_passing;
 use jackstay_sys::sockets::listening;
@@ -214,14 +214,14 @@ pub async fn hand_over(
     loop {
         let done = exchange.execute(effect).await;
         effect = machine.step(match &done {
-            Ok(Done::Line(line)) => Input::Line(line),
-            Ok(Done::Offered(answer)) => Input::Offered(*answer),
-            Ok(Done::Released { own }) => Input::Released { own: *own },
-            Ok(Done::Sent) => Input::Done,
-            Err(error) if is_gone(error) => Input::Gone,
-            Err(_) => Input::Failed,
+            Ok(Done::Line(line)) => HandOverInput::Line(line),
+            Ok(Done::Offered(answer)) => HandOverInput::Offered(*answer),
+            Ok(Done::Released { own }) => HandOverInput::Released { own: *own },
+            Ok(Done::Sent) => HandOverInput::Done,
+            Err(error) if is_gone(error) => HandOverInput::Gone,
+            Err(_) => HandOverInput::Failed,
         });
-        if let Effect::End(end) = effect {
+        if let HandOverEffect::End(end) = effect {
             return exchange.end(end, done);
         }
     }
@@ -247,44 +247,44 @@ enum Done {
 }
 
 impl Exchange<'_> {
-    async fn execute(&mut self, effect: Effect) -> io::Result<Done> {
+    async fn execute(&mut self, effect: HandOverEffect) -> io::Result<Done> {
         match effect {
-            Effect::ReadRequest => {
+            HandOverEffect::ReadRequest => {
                 let read = read_line(self.stream);
                 within(REQUEST_TIMEOUT, "the new process sent no request", read)
                     .await
                     .map(Done::Line)
             }
-            Effect::Offer(request) => self.offer(request).await.map(Done::Offered),
-            Effect::Explain => {
+            HandOverEffect::Offer(request) => self.offer(request).await.map(Done::Offered),
+            HandOverEffect::Explain => {
                 let answer = format!("this process understands `{REQUEST}`\n");
                 let write = self.stream.write_all(answer.as_bytes());
                 within(REPLY_TIMEOUT, "the new process does not read", write).await?;
                 Ok(Done::Sent)
             }
-            Effect::Send(answer) => {
+            HandOverEffect::Send(answer) => {
                 let send = self.send(answer);
                 within(REPLY_TIMEOUT, "the new process does not receive the sockets", send).await?;
                 Ok(Done::Sent)
             }
-            Effect::Await(answer) => {
+            HandOverEffect::Await(answer) => {
                 self.log_sent(answer);
                 let read = read_line(self.stream);
                 within(SERVE_TIMEOUT, "the new process does not serve", read).await.map(Done::Line)
             }
-            Effect::Release => {
+            HandOverEffect::Release => {
                 let (done, released) = oneshot::channel();
                 let release = TakeoverRequest::ReleaseSockets { pid: self.pid, done };
                 self.requests.send(release).map_err(|_| shutting_down())?;
                 Ok(Done::Released { own: released.await.unwrap_or(false) })
             }
-            Effect::Leave { own } => {
+            HandOverEffect::Leave { own } => {
                 let left = if own { format!("{LEFT}\n{OWN}\n") } else { format!("{LEFT}\n") };
                 let write = self.stream.write_all(left.as_bytes());
                 within(REPLY_TIMEOUT, "the new process does not read", write).await?;
                 Ok(Done::Sent)
             }
-            Effect::End(_) => Ok(Done::Sent),
+            HandOverEffect::End(_) => Ok(Done::Sent),
         }
     }
 

@@ -7,7 +7,7 @@ use bytes::Bytes;
 use h2::RecvStream;
 use h2::client::ResponseFuture;
 use http::{Request, response};
-use jackstay_core::request::attempts::{self, Failure, MissedVersion};
+use jackstay_core::request::attempts::{self, AttemptFailure, MissedVersion};
 use jackstay_core::request::head_hold::prefix_size;
 use jackstay_core::request::info::RequestKind;
 use jackstay_core::request::overload_rejection::{is_overload, may_be_overload};
@@ -35,14 +35,14 @@ pub(super) struct Attempt {
 /// The state machine of the attempts at a request.
 pub(super) type Attempts = attempts::Attempts<Rc<Connection>>;
 /// What has happened to one of them.
-pub(super) type Input = attempts::Input<Rc<Connection>>;
+pub(super) type AttemptInput = attempts::AttemptInput<Rc<Connection>>;
 
 /// A failed attempt.
-pub(super) type FailedAttempt = Failure<Rc<Connection>>;
+pub(super) type FailedAttempt = AttemptFailure<Rc<Connection>>;
 
 /// The failure of a stream or its connection, without a response.
 pub(super) fn failed(stage: Stage, reason: &str, connection: &Rc<Connection>) -> FailedAttempt {
-    Failure {
+    AttemptFailure {
         stage,
         reason: format!("{reason} on the connection to {}", connection.endpoint.label),
         connection: Rc::clone(connection),

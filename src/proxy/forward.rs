@@ -35,7 +35,7 @@ use tokio::task::spawn_local;
 
 use self::slots::{FirstResponse, Response as PendingResponse};
 use super::admission::unproven_requests::UnprovenRequest;
-use super::attempt::{Attempt, Attempts, FailedAttempt, Input, failed};
+use super::attempt::{Attempt, AttemptInput, Attempts, FailedAttempt, failed};
 use super::client_certificate::IdentityProof;
 use super::consistent_reads::RequestVersions;
 use super::consistent_reads::learner::Learned;
@@ -127,11 +127,11 @@ impl ForwardedRequest {
         };
         let connection = Rc::clone(permit.connection());
         progress.sent_to(&connection);
-        self.step(progress, Input::Granted { attempt: 0 });
+        self.step(progress, AttemptInput::Granted { attempt: 0 });
         let attempt = match self.open(permit) {
             Ok(attempt) => attempt,
             Err(failure) => {
-                let failed = Input::Failed { attempt: 0, failure };
+                let failed = AttemptInput::Failed { attempt: 0, failure };
                 return self.execute(progress, None, failed).await;
             }
         };
@@ -141,13 +141,13 @@ impl ForwardedRequest {
             biased;
             result = &mut response => match result {
                 Ok(response) => {
-                    self.step(progress, Input::Responded { attempt: 0 });
+                    self.step(progress, AttemptInput::Responded { attempt: 0 });
                     return Ok(response);
                 }
-                Err(failure) => Input::Failed { attempt: 0, failure },
+                Err(failure) => AttemptInput::Failed { attempt: 0, failure },
             },
             () = until_troubled(&connection, &self.upstream) => {
-                Input::Troubled { attempt: 0 }
+                AttemptInput::Troubled { attempt: 0 }
             }
         };
         let first = Some((connection, Box::pin(response) as PendingResponse<'_>));
@@ -155,7 +155,7 @@ impl ForwardedRequest {
     }
 
     /// Tells the state machine what has happened to the first attempt. The effect is known.
-    fn step(&self, progress: &mut Progress, input: Input) {
+    fn step(&self, progress: &mut Progress, input: AttemptInput) {
         progress.attempts.step(input, &self.facts(None), clock::now(), &mut Rng::new());
     }
 

@@ -35,7 +35,7 @@ use hyper::body::Incoming;
 use hyper::upgrade::OnUpgrade;
 use hyper_util::rt::TokioIo;
 use jackstay_core::request::hygiene;
-use jackstay_core::request::retry::Refusal;
+use jackstay_core::request::retry::RetryRefusal;
 use jackstay_core::request::status_error::StatusError;
 use tokio::io::{AsyncWriteExt, copy_bidirectional_with_sizes};
 use tokio::task::spawn_local;
@@ -153,7 +153,7 @@ async fn send(
     let Http1Response { response, driver, watch } =
         connection.send(request).await.map_err(|error| {
             // `retry::decide` refuses to repeat a tunnel in every stage but `NotSent`.
-            client.metrics.retry_refused(Refusal::Unsafe.as_str());
+            client.metrics.retry_refused(RetryRefusal::Unsafe.as_str());
             StatusError::unknown_outcome(format_args!(
                 "{error} on the connection to {}",
                 endpoint.label

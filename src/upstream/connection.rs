@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use h2::client::SendRequest;
 use jackstay_core::connection::{
-    ConnectionMachine, Effects, Responsiveness, Significance, Transition,
+    ConnectionMachine, ConnectionTransition, Effects, Responsiveness, Significance,
 };
 pub use jackstay_core::connection::{ConnectionState, DrainReason, DrainUrgency};
 use jackstay_core::pool::ConnectionKey;
@@ -358,7 +358,7 @@ impl Connection {
     }
 
     /// Shows a change of state in metrics, in the log, as an event, and to the endpoint.
-    fn publish(&self, transition: Transition, reason: &str) {
+    fn publish(&self, transition: ConnectionTransition, reason: &str) {
         let to = transition.to;
         if to == ConnectionState::Dead {
             self.gauge.take();
@@ -374,8 +374,8 @@ impl Connection {
     }
 
     /// Shows a change of state in the log and as an event.
-    fn report(&self, transition: Transition, reason: &str) {
-        let Transition { from, to, significance, .. } = transition;
+    fn report(&self, transition: ConnectionTransition, reason: &str) {
+        let ConnectionTransition { from, to, significance, .. } = transition;
         if significance == Significance::Expected {
             tracing::debug!(
                 upstream = &*self.endpoint.upstream,

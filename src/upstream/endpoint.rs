@@ -35,7 +35,7 @@ use jackstay_core::connect::ConnectBackoff;
 pub use jackstay_core::connect::{ConnectFailure, ConnectFailureKind, ConnectTimeout};
 use jackstay_core::discovery::address::EndpointAddress;
 use jackstay_core::endpoint_condition::EndpointCondition;
-use jackstay_core::endpoint_health::{EndpointHealth, Transition};
+use jackstay_core::endpoint_health::{EndpointHealth, EndpointTransition};
 pub use jackstay_core::endpoint_health::{EndpointReadiness, Observation};
 pub use jackstay_core::endpoint_state::EndpointState;
 use jackstay_core::kubernetes_version::{MinorVersion, ServerVersion, VersionError};
@@ -504,7 +504,7 @@ impl Endpoint {
     /// Steps the health and publishes the transition, if there is one.
     fn step(&self, mut guarded: MutexGuard<'_, Guarded>, observation: Observation<'_>) {
         let Some(transition) = guarded.health.step(observation) else { return };
-        let Transition { from, to, reason, died, slow_start, is_fault } = &transition;
+        let EndpointTransition { from, to, reason, died, slow_start, is_fault } = &transition;
         (guarded.since, guarded.since_instant) = (wall_clock(), clock::now());
         let ejected = matches!(to, EndpointState::Ejected | EndpointState::NoH2);
         guarded.downtime.record(ejected, clock::now());

@@ -20,7 +20,7 @@ use std::time::Instant;
 
 use jackstay_core::connection::ConnectionState;
 pub(super) use jackstay_core::pool::UNAVAILABLE_AFTER;
-use jackstay_core::pool::{Effect, EndpointRow, PoolState, Purpose, Surroundings};
+use jackstay_core::pool::{ClassEffect, EndpointRow, PoolState, Purpose, Surroundings};
 pub use jackstay_core::pool::{PreviousFailure, StreamRequirements, WarmClasses};
 use jackstay_sys::clock;
 use tokio::sync::Notify;
@@ -277,26 +277,26 @@ impl Pool {
     fn execute(
         &self,
         class: &Rc<ClassPool>,
-        effect: Effect,
+        effect: ClassEffect,
         endpoints: &[Arc<Endpoint>],
         tls: Option<&Arc<ClientTls>>,
     ) {
         let connection = |index: usize| Rc::clone(&class.connections.borrow()[index]);
         match effect {
-            Effect::Probe(index) => {
+            ClassEffect::Probe(index) => {
                 connection(index).endpoint.probe.request(ProbeTrigger::PassiveEvidence);
             }
-            Effect::Drain(index, cause) => connection(index).drain(cause),
-            Effect::Close(index) => connection(index).close(DrainReason::ConnectionLimit),
-            Effect::NotifyDegraded(index) => connection(index).endpoint_degraded(),
-            Effect::NotifySuspected(index) => connection(index).endpoint_suspected(),
-            Effect::Dial(endpoint) => {
+            ClassEffect::Drain(index, cause) => connection(index).drain(cause),
+            ClassEffect::Close(index) => connection(index).close(DrainReason::ConnectionLimit),
+            ClassEffect::NotifyDegraded(index) => connection(index).endpoint_degraded(),
+            ClassEffect::NotifySuspected(index) => connection(index).endpoint_suspected(),
+            ClassEffect::Dial(endpoint) => {
                 if let Some(tls) = tls {
                     self.dial(class, &endpoints[endpoint], tls);
                 }
             }
-            Effect::WakeAt(at) => self.update(|state| state.wake_at(at)),
-            Effect::Retire => {
+            ClassEffect::WakeAt(at) => self.update(|state| state.wake_at(at)),
+            ClassEffect::Retire => {
                 // The map and the caller hold two references. Requests and connects in progress hold others.
                 if Rc::strong_count(class) <= 2 {
                     self.classes.borrow_mut().remove(&class.credential_class());

@@ -61,7 +61,8 @@ use std::time::{Duration, Instant};
 
 pub use self::drain::{DrainReason, DrainUrgency};
 pub use self::effects::{
-    ChangeReason, Effects, H2End, Refusal, ResponsivenessChange, Significance, Transition,
+    ChangeReason, ConnectionTransition, Effects, H2End, H2Refusal, ResponsivenessChange,
+    Significance,
 };
 use self::health::silence::Silence;
 pub use self::health::thresholds::{Thresholds, WRITE_PATIENCE};
@@ -185,26 +186,26 @@ impl ConnectionMachine {
     }
 
     /// h2 opens no more streams.
-    pub fn refused(&mut self, refusal: Refusal, now: Instant) -> Effects {
+    pub fn refused(&mut self, refusal: H2Refusal, now: Instant) -> Effects {
         let mut effects = Effects::default();
         if !self.state().is_in_service() {
             return effects;
         }
         effects.shutdown_announced = self.goaway_means_shutdown();
         let cause = match refusal {
-            Refusal::GracefulGoaway => Cause::ServerShutdown,
-            Refusal::Goaway | Refusal::OwnGoaway => Cause::Other,
+            H2Refusal::GracefulGoaway => Cause::ServerShutdown,
+            H2Refusal::Goaway | H2Refusal::OwnGoaway => Cause::Other,
             // h2 ends the streams before the connection.
-            Refusal::Failure => Cause::Failure,
+            H2Refusal::Failure => Cause::Failure,
         };
         self.enter(self.state.draining(None, now), ChangeReason::Error, cause, &mut effects);
         effects
     }
 
     /// h2 has ended the connection. `refusal` is present if it opens no more streams.
-    pub fn ended(&mut self, end: H2End, refusal: Option<Refusal>) -> Effects {
+    pub fn ended(&mut self, end: H2End, refusal: Option<H2Refusal>) -> Effects {
         let mut effects = Effects::default();
-        let by_goaway = matches!(refusal, Some(Refusal::GracefulGoaway | Refusal::Goaway));
+        let by_goaway = matches!(refusal, Some(H2Refusal::GracefulGoaway | H2Refusal::Goaway));
         // h2 ends a connection without streams in the same poll in which the GOAWAY arrives. The prober's
         // connection has no streams between two probes.
         effects.shutdown_announced =
@@ -216,7 +217,7 @@ impl ConnectionMachine {
             H2End::Finished => (ChangeReason::ClosedByApiserver, true),
             H2End::Closed => (ChangeReason::ClosedByApiserver, unused),
             // What is written after the GOAWAY, a PING or the GOAWAY of h2, may meet a closed socket.
-            H2End::Failed if unused && refusal == Some(Refusal::GracefulGoaway) => {
+            H2End::Failed if unused && refusal == Some(H2Refusal::GracefulGoaway) => {
                 (ChangeReason::ClosedByApiserver, true)
             }
             H2End::Failed | H2End::FrameLimit => (ChangeReason::Error, false),
@@ -588,7 +589,7 @@ impl ConnectionMachine {
         }
         self.state = next;
         let significance = self.significance(to, cause);
-        effects.transition = Some(Transition { from, to, reason, significance });
+        effects.transition = Some(ConnectionTransition { from, to, reason, significance });
         effects.notify_requests = true;
         effects.notify_pool = true;
     }

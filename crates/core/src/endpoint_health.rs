@@ -1,6 +1,6 @@
 //! The health of an endpoint: a pure state machine over the observations of workers and the prober.
 //!
-//! [`EndpointHealth::step`] takes one [`Observation`] and returns the [`Transition`] if the state changes.
+//! [`EndpointHealth::step`] takes one [`Observation`] and returns the [`EndpointTransition`] if the state changes.
 //! The state is that of the first row that matches:
 //!
 //! | observed | state |
@@ -81,7 +81,7 @@ pub enum Observation<'a> {
 
 /// A change of state.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Transition {
+pub struct EndpointTransition {
     /// The state before.
     pub from: EndpointState,
     /// The state now.
@@ -183,7 +183,7 @@ enum Lifecycle {
 
 impl EndpointHealth {
     /// Takes in an observation. Returns the change of state, if there is one.
-    pub fn step(&mut self, observation: Observation<'_>) -> Option<Transition> {
+    pub fn step(&mut self, observation: Observation<'_>) -> Option<EndpointTransition> {
         let (from, _) = self.state();
         self.apply(observation);
         let (to, reason) = self.state();
@@ -194,7 +194,7 @@ impl EndpointHealth {
         let died = to == EndpointState::Ejected && self.end_lifecycle();
         let is_fault = to.is_fault() && !(to == EndpointState::Degraded && self.lost_load);
         let slow_start = self.note_load(from, to);
-        Some(Transition { from, to, reason, died, slow_start, is_fault })
+        Some(EndpointTransition { from, to, reason, died, slow_start, is_fault })
     }
 
     /// The state and its reason.
@@ -375,7 +375,7 @@ impl EndpointHealth {
         }
     }
 
-    /// Records whether a change of state moves load away. Returns [`Transition::slow_start`]. The first start
+    /// Records whether a change of state moves load away. Returns [`EndpointTransition::slow_start`]. The first start
     /// and a PING that is answered late need no slow start, because no load has moved away.
     fn note_load(&mut self, from: EndpointState, to: EndpointState) -> Option<bool> {
         match to {

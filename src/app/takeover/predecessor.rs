@@ -6,7 +6,7 @@ use std::os::unix::net::UnixStream as BlockingStream;
 use std::path::Path;
 use std::time::Duration;
 
-use jackstay_core::takeover::inquiry::{Effect, Input, Inquiry};
+use jackstay_core::takeover::inquiry::{Inquiry, InquiryEffect, InquiryInput};
 use jackstay_core::takeover::messages::{Answer, LEFT, OWN, Request, SERVING};
 use jackstay_sys::clock;
 use jackstay_sys::process::descriptor_passing;
@@ -55,34 +55,34 @@ pub enum Found {
 /// # Errors
 /// The process refuses, or its answer is not that of the protocol.
 pub fn request(path: &Path, request: Request) -> Result<Found, StartError> {
-    let (mut inquiry, mut effect) = (Inquiry::default(), Effect::Connect);
+    let (mut inquiry, mut effect) = (Inquiry::default(), InquiryEffect::Connect);
     let (mut stream, mut found, mut error) = (None, Found::Nothing, None);
     loop {
         let input = match effect {
-            Effect::Connect => match connect(path) {
+            InquiryEffect::Connect => match connect(path) {
                 Ok(connected) => {
                     let pid = peer_pid(&connected);
                     stream = Some(connected);
-                    Input::Connected(pid)
+                    InquiryInput::Connected(pid)
                 }
                 Err(failed) => connect_failed(path, &failed, &mut error),
             },
-            Effect::Ask => match stream.take().map(|stream| ask(stream, request)) {
+            InquiryEffect::Ask => match stream.take().map(|stream| ask(stream, request)) {
                 Some(Ok(answer)) => {
                     found = answer;
-                    Input::Answered
+                    InquiryInput::Answered
                 }
                 Some(Err(failed)) => ask_failed(path, failed, &mut error),
-                None => Input::Continue,
+                None => InquiryInput::Continue,
             },
-            Effect::Pause(time) => {
+            InquiryEffect::Pause(time) => {
                 pause(time);
-                Input::Continue
+                InquiryInput::Continue
             }
-            Effect::Nothing => return Ok(Found::Nothing),
-            Effect::Silent => return Ok(Found::Silent(inquiry.process())),
-            Effect::Answer => return Ok(found),
-            Effect::Fail | Effect::FailClosed => {
+            InquiryEffect::Nothing => return Ok(Found::Nothing),
+            InquiryEffect::Silent => return Ok(Found::Silent(inquiry.process())),
+            InquiryEffect::Answer => return Ok(found),
+            InquiryEffect::Fail | InquiryEffect::FailClosed => {
                 let closed = || {
                     let reason = "the other process closed the connection";
                     StartError::takeover(path, reason, OtherProcess::Unknown)
@@ -95,24 +95,24 @@ pub fn request(path: &Path, request: Request) -> Result<Found, StartError> {
 }
 
 /// Why connecting has failed. `error` is set if the start fails for it.
-fn connect_failed(path: &Path, failed: &io::Error, error: &mut Option<StartError>) -> Input {
+fn connect_failed(path: &Path, failed: &io::Error, error: &mut Option<StartError>) -> InquiryInput {
     match failed.kind() {
         // No file, or the file of a process that has ended.
-        ErrorKind::NotFound | ErrorKind::ConnectionRefused => Input::NoListener,
-        ErrorKind::WouldBlock => Input::QueueFull,
+        ErrorKind::NotFound | ErrorKind::ConnectionRefused => InquiryInput::NoListener,
+        ErrorKind::WouldBlock => InquiryInput::QueueFull,
         _ => {
             let unknown = OtherProcess::Unknown;
             *error = Some(StartError::takeover(path, &failed.to_string(), unknown));
-            Input::ConnectFailed
+            InquiryInput::ConnectFailed
         }
     }
 }
 
 /// Why asking has failed. `error` is set if the start fails for it.
-fn ask_failed(path: &Path, failed: AskError, error: &mut Option<StartError>) -> Input {
+fn ask_failed(path: &Path, failed: AskError, error: &mut Option<StartError>) -> InquiryInput {
     let (reason, state) = match failed {
-        AskError::NoAnswer(failed) if is_timeout(&failed) => return Input::Late,
-        AskError::NoAnswer(failed) if is_close(&failed) => return Input::Closed,
+        AskError::NoAnswer(failed) if is_timeout(&failed) => return InquiryInput::Late,
+        AskError::NoAnswer(failed) if is_close(&failed) => return InquiryInput::Closed,
         AskError::NoAnswer(failed) => (failed.to_string(), OtherProcess::Unknown),
         AskError::Answered(failed) => (failed.to_string(), OtherProcess::Serves),
         AskError::Interrupted(failed) => {
@@ -120,7 +120,7 @@ fn ask_failed(path: &Path, failed: AskError, error: &mut Option<StartError>) -> 
         }
     };
     *error = Some(StartError::takeover(path, &reason, state));
-    Input::AskFailed
+    InquiryInput::AskFailed
 }
 
 /// Waits during a start, which runs on a thread without an event loop.

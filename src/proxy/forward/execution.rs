@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use fastrand::Rng;
 use futures_util::future::LocalBoxFuture;
-use jackstay_core::request::attempts::{Effect, NoStream, Refused};
+use jackstay_core::request::attempts::{AttemptEffect, NoStream, Refused};
 use jackstay_core::request::retry::Stage;
 use jackstay_core::request::status_error::StatusError;
 use jackstay_sys::clock;
@@ -14,7 +14,7 @@ use tokio::time::{sleep, sleep_until};
 
 use super::slots::{Event, Response, Slots, later};
 use super::{ForwardedRequest, Progress};
-use crate::proxy::attempt::{Input, failed};
+use crate::proxy::attempt::{AttemptInput, failed};
 use crate::proxy::upstream_client::UpstreamResponse;
 use crate::proxy::watch::body::outage_ended;
 use crate::upstream::connection::{Connection, Permit};
@@ -53,7 +53,7 @@ impl ForwardedRequest {
         &'a self,
         progress: &'a mut Progress,
         first: Option<(Rc<Connection>, Response<'a>)>,
-        input: Input,
+        input: AttemptInput,
     ) -> Executing<'a> {
         let mut execution = Execution::new(self, progress);
         if let Some((connection, response)) = first {
@@ -70,7 +70,7 @@ impl<'a> Execution<'a> {
     }
 
     /// Executes effects, from that of `input` on, until the client can be answered.
-    async fn run(mut self, mut input: Input) -> Result<UpstreamResponse, Box<Refused>> {
+    async fn run(mut self, mut input: AttemptInput) -> Result<UpstreamResponse, Box<Refused>> {
         let mut rng = Rng::new();
         loop {
             let facts = self.request.facts(Some(&self.slots));
@@ -78,26 +78,26 @@ impl<'a> Execution<'a> {
             self.count_hedges();
             self.slots.follow(&self.progress.attempts, &self.request.upstream);
             let next = match effect {
-                Effect::Acquire => Some(self.acquire().await),
-                Effect::Retry => {
+                AttemptEffect::Acquire => Some(self.acquire().await),
+                AttemptEffect::Retry => {
                     self.record_retry();
                     Some(self.acquire().await)
                 }
-                Effect::Send { attempt } => self.send(attempt),
-                Effect::Hedge { attempt, exclude, probe } => {
+                AttemptEffect::Send { attempt } => self.send(attempt),
+                AttemptEffect::Hedge { attempt, exclude, probe } => {
                     self.acquire_hedge(attempt, exclude, probe)
                 }
-                Effect::GiveUp { attempt, stage, reason } => {
+                AttemptEffect::GiveUp { attempt, stage, reason } => {
                     Some(self.give_up(attempt, stage, &reason))
                 }
-                Effect::Probe { attempt } => {
+                AttemptEffect::Probe { attempt } => {
                     self.probe(attempt);
                     None
                 }
-                Effect::Hold { until } => Some(self.hold(until).await),
-                Effect::Pause { delay } => Some(self.pause(delay).await),
-                Effect::Refuse(refused) => return Err(refused),
-                Effect::Respond { .. } | Effect::Wait => None,
+                AttemptEffect::Hold { until } => Some(self.hold(until).await),
+                AttemptEffect::Pause { delay } => Some(self.pause(delay).await),
+                AttemptEffect::Refuse(refused) => return Err(refused),
+                AttemptEffect::Respond { .. } | AttemptEffect::Wait => None,
             };
             if let Some(response) = self.response.take() {
                 return Ok(response);
@@ -121,40 +121,40 @@ impl<'a> Execution<'a> {
     }
 
     /// Waits for the next event of the attempts that run, or of a heartbeat.
-    async fn next_input(&mut self) -> Input {
+    async fn next_input(&mut self) -> AttemptInput {
         if !self.slots.are_waiting() {
-            return Input::NotExecutable;
+            return AttemptInput::NotExecutable;
         }
         let due = self.progress.attempts.heartbeat_due();
         let (attempt, event) = tokio::select! {
             biased;
             event = self.slots.next() => event,
-            () = later(due) => return Input::HeartbeatDue,
+            () = later(due) => return AttemptInput::HeartbeatDue,
         };
         match event {
-            Event::Granted => Input::Granted { attempt },
-            Event::NoStream => Input::NoHedgeStream { attempt },
+            Event::Granted => AttemptInput::Granted { attempt },
+            Event::NoStream => AttemptInput::NoHedgeStream { attempt },
             Event::Responded(response) => {
                 self.response = Some(*response);
-                Input::Responded { attempt }
+                AttemptInput::Responded { attempt }
             }
-            Event::Failed(failure) => Input::Failed { attempt, failure },
-            Event::Troubled => Input::Troubled { attempt },
-            Event::Silent => Input::Silent { attempt },
-            Event::HedgeDue => Input::HedgeDue { attempt },
+            Event::Failed(failure) => AttemptInput::Failed { attempt, failure },
+            Event::Troubled => AttemptInput::Troubled { attempt },
+            Event::Silent => AttemptInput::Silent { attempt },
+            Event::HedgeDue => AttemptInput::HedgeDue { attempt },
         }
     }
 
     /// Takes a stream for the first attempt of a round.
-    async fn acquire(&mut self) -> Input {
+    async fn acquire(&mut self) -> AttemptInput {
         let acquire = self.request.acquire(&self.progress.attempts);
         match unless(&mut self.hold_end, acquire).await {
             Some(acquired) => self.acquired(acquired),
-            None => Input::HoldEnded,
+            None => AttemptInput::HoldEnded,
         }
     }
 
-    fn acquired(&mut self, acquired: Result<Permit, Unavailable>) -> Input {
+    fn acquired(&mut self, acquired: Result<Permit, Unavailable>) -> AttemptInput {
         let reason = match acquired {
             Ok(permit) => {
                 if self.hold_end.take().is_some() {
@@ -162,24 +162,24 @@ impl<'a> Execution<'a> {
                 }
                 self.progress.sent_to(permit.connection());
                 self.slots.grant(0, permit);
-                return Input::Granted { attempt: 0 };
+                return AttemptInput::Granted { attempt: 0 };
             }
             Err(Unavailable::Unreachable(reasons)) => NoStream::Unreachable(reasons),
             Err(unavailable) => NoStream::Other(StatusError::from(&unavailable)),
         };
-        Input::NoStream { reason }
+        AttemptInput::NoStream { reason }
     }
 
     /// Sends the request on a granted stream.
-    fn send(&mut self, attempt: usize) -> Option<Input> {
+    fn send(&mut self, attempt: usize) -> Option<AttemptInput> {
         let request = self.request;
         let Some(permit) = self.slots.take_permit(attempt) else {
-            return Some(Input::NotExecutable);
+            return Some(AttemptInput::NotExecutable);
         };
         let connection = Rc::clone(permit.connection());
         let opened = match request.open(permit) {
             Ok(opened) => opened,
-            Err(failure) => return Some(Input::Failed { attempt, failure }),
+            Err(failure) => return Some(AttemptInput::Failed { attempt, failure }),
         };
         let response = opened.response(request.info.kind, request.resource_versions.as_deref());
         let attempts = &self.progress.attempts;
@@ -195,10 +195,15 @@ impl<'a> Execution<'a> {
     }
 
     /// Takes a stream for a hedge, on another connection than that of the attempt before.
-    fn acquire_hedge(&mut self, attempt: usize, exclude: bool, probe: bool) -> Option<Input> {
+    fn acquire_hedge(
+        &mut self,
+        attempt: usize,
+        exclude: bool,
+        probe: bool,
+    ) -> Option<AttemptInput> {
         let request = self.request;
         let before = attempt.checked_sub(1).and_then(|before| self.slots.connection(before));
-        let Some(hedged) = before.map(Rc::clone) else { return Some(Input::NotExecutable) };
+        let Some(hedged) = before.map(Rc::clone) else { return Some(AttemptInput::NotExecutable) };
         if probe {
             hedged.endpoint.probe.request(ProbeTrigger::PassiveEvidence);
         }
@@ -218,17 +223,17 @@ impl<'a> Execution<'a> {
     }
 
     /// Ends an attempt, which resets its stream.
-    fn give_up(&mut self, attempt: usize, stage: Stage, reason: &str) -> Input {
+    fn give_up(&mut self, attempt: usize, stage: Stage, reason: &str) -> AttemptInput {
         match self.slots.end(attempt) {
             Some(connection) => {
-                Input::Failed { attempt, failure: failed(stage, reason, &connection) }
+                AttemptInput::Failed { attempt, failure: failed(stage, reason, &connection) }
             }
-            None => Input::NotExecutable,
+            None => AttemptInput::NotExecutable,
         }
     }
 
     /// Holds a new watch while no apiserver is reachable.
-    async fn hold(&mut self, until: Instant) -> Input {
+    async fn hold(&mut self, until: Instant) -> AttemptInput {
         let request = self.request;
         let hold_end = || -> LocalBoxFuture<'a, ()> {
             Box::pin(async move {
@@ -247,10 +252,10 @@ impl<'a> Execution<'a> {
         self.hold_end.get_or_insert_with(hold_end);
         let ended = outage_ended(&request.upstream, &request.class);
         let held = unless(&mut self.hold_end, ended).await;
-        held.map_or(Input::HoldEnded, |held| Input::OutageEnded { held })
+        held.map_or(AttemptInput::HoldEnded, |held| AttemptInput::OutageEnded { held })
     }
 
-    async fn pause(&mut self, delay: Duration) -> Input {
+    async fn pause(&mut self, delay: Duration) -> AttemptInput {
         let paused = async {
             sleep(delay).await;
             // If the client certificate has expired meanwhile, the watch is held until the deadline,
@@ -258,7 +263,7 @@ impl<'a> Execution<'a> {
             self.request.proof.confirmed().await;
         };
         let paused = unless(&mut self.hold_end, paused).await;
-        paused.map_or(Input::HoldEnded, |()| Input::PauseEnded)
+        paused.map_or(AttemptInput::HoldEnded, |()| AttemptInput::PauseEnded)
     }
 
     fn record_retry(&self) {

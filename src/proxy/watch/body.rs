@@ -26,7 +26,9 @@ use jackstay_core::credential_class::ClientRank;
 use jackstay_core::watch::codec::error_event;
 use jackstay_core::watch::gzip::{ContentCoding, GzipError};
 use jackstay_core::watch::relay::Relay;
-use jackstay_core::watch::session::{AttemptResult, Effect, Ending, Input, Leave, NotResumable};
+use jackstay_core::watch::session::{
+    AttemptResult, Ending, Leave, NotResumable, SessionEffect, SessionInput,
+};
 use jackstay_sys::clock;
 
 use self::attempt::{AttemptError, AttemptErrorKind, Hold, MoveAttempt, ResumeAttempt};
@@ -191,8 +193,10 @@ impl WatchBody {
             self.warn_not_resumable(reason);
         }
         match pushed.effect {
-            Effect::None => self.leave_if_possible(),
-            Effect::NextEndpoint | Effect::Withhold => self.rejected(pushed.error_event),
+            SessionEffect::None => self.leave_if_possible(),
+            SessionEffect::NextEndpoint | SessionEffect::Withhold => {
+                self.rejected(pushed.error_event)
+            }
             effect => {
                 self.detach();
                 let cause = "the events of the new stream do not follow the cursor: its endpoint may not \
@@ -225,7 +229,7 @@ impl WatchBody {
         };
         self.detach();
         if self.context.is_group_unordered() {
-            self.relay.session_mut().step(Input::GroupUnordered, now);
+            self.relay.session_mut().step(SessionInput::GroupUnordered, now);
         }
         let effect = self.relay.stream_lost(quiet, now);
         self.execute(effect, cause);
@@ -251,7 +255,7 @@ impl WatchBody {
         self.detach();
         let endpoints = &self.context.endpoint_conditions();
         let cause = "the endpoint's history does not reach back to the cursor";
-        self.step(Input::Rejected { error_event, endpoint, endpoints }, cause);
+        self.step(SessionInput::Rejected { error_event, endpoint, endpoints }, cause);
     }
 
     fn attempt_ended(&mut self, result: Result<Response, AttemptError>) {
@@ -261,7 +265,7 @@ impl WatchBody {
                 if result.is_accepted() {
                     self.context.forget_last_connection();
                     self.switch_to(response, "resumed");
-                    return self.step(Input::Accepted, "");
+                    return self.step(SessionInput::Accepted, "");
                 }
                 let cause = self.context.describe_refusal(&response);
                 (result, Some(Rc::clone(response.permit.connection())), cause)
@@ -279,7 +283,7 @@ impl WatchBody {
             self.context.set_last_connection(connection);
         }
         let endpoints = &self.context.endpoint_conditions();
-        self.step(Input::AttemptFailed { result, endpoint, endpoints }, &cause);
+        self.step(SessionInput::AttemptFailed { result, endpoint, endpoints }, &cause);
     }
 
     /// Leaves the stream for the deferred reason, if the client would not notice now.
@@ -319,7 +323,7 @@ impl WatchBody {
         }
     }
 
-    fn step(&mut self, input: Input<'_>, cause: &str) {
+    fn step(&mut self, input: SessionInput<'_>, cause: &str) {
         let effect = self.relay.session_mut().step(input, clock::now());
         self.execute(effect, cause);
     }
@@ -327,21 +331,21 @@ impl WatchBody {
     /// Ends the watch before the server does.
     fn stop(&mut self, reason: NotResumable, cause: &str) {
         self.detach();
-        self.step(Input::Stop(reason), cause);
+        self.step(SessionInput::Stop(reason), cause);
     }
 
-    fn execute(&mut self, effect: Effect, cause: &str) {
+    fn execute(&mut self, effect: SessionEffect, cause: &str) {
         match effect {
-            Effect::Request { max_jitter, pause } => {
+            SessionEffect::Request { max_jitter, pause } => {
                 self.request(max_jitter.mul_f64(fastrand::f64()).max(pause), cause);
             }
-            Effect::Hold => {
+            SessionEffect::Hold => {
                 self.context.upstream.metrics.watch_resumed("held");
                 self.context.forget_last_connection();
                 self.hold(true);
             }
-            Effect::HoldUntilDeadline => self.hold(false),
-            Effect::End(ending, reason) => self.end(ending, reason, cause),
+            SessionEffect::HoldUntilDeadline => self.hold(false),
+            SessionEffect::End(ending, reason) => self.end(ending, reason, cause),
             // The relay executes the effects of frames.
             _ => {}
         }

@@ -17,7 +17,7 @@ use h2::client::{Connection as H2Connection, SendRequest};
 use h2::{Ping, PingPong};
 use jackstay_core::admission::MemoryBudget;
 use jackstay_core::connection::{
-    ConnectionMachine, ConnectionState, Established, H2End, Refusal, Thresholds,
+    ConnectionMachine, ConnectionState, Established, H2End, H2Refusal, Thresholds,
 };
 use jackstay_core::pool::ConnectionKey;
 use jackstay_sys::clock;
@@ -324,11 +324,11 @@ impl Driver {
 }
 
 /// Classifies the error with which h2 refuses new streams.
-fn classify(error: &h2::Error) -> Refusal {
+fn classify(error: &h2::Error) -> H2Refusal {
     match error.is_go_away() {
-        true if !error.is_remote() => Refusal::OwnGoaway,
-        true if error.reason() == Some(h2::Reason::NO_ERROR) => Refusal::GracefulGoaway,
-        true => Refusal::Goaway,
-        false => Refusal::Failure,
+        true if !error.is_remote() => H2Refusal::OwnGoaway,
+        true if error.reason() == Some(h2::Reason::NO_ERROR) => H2Refusal::GracefulGoaway,
+        true => H2Refusal::Goaway,
+        false => H2Refusal::Failure,
     }
 }

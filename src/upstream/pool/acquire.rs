@@ -8,7 +8,7 @@ use futures_util::future::{Either, LocalBoxFuture, Ready, ready};
 use jackstay_core::endpoint_state::EndpointState;
 use jackstay_core::pool::limits::max_connections;
 use jackstay_core::pool::{
-    Arrival, Candidate, EndpointRow, Refusal, Round, Scope, Situation, StreamRequirements,
+    Arrival, Candidate, EndpointRow, Round, Scope, Situation, StreamRefusal, StreamRequirements,
     is_nearly_full, select,
 };
 use jackstay_sys::clock;
@@ -158,7 +158,7 @@ impl Pool {
         self.upstream.metrics.stream_waits(&self.upstream.name).increment(1);
         self.changed.notify_one();
         // The pool answers every request before it drops it.
-        granted.await.unwrap_or_else(|_| Err(self.unavailable(class, Refusal::Stopped)))
+        granted.await.unwrap_or_else(|_| Err(self.unavailable(class, StreamRefusal::Stopped)))
     }
 
     /// Grants free streams to the waiting requests, in order, and ends the wait of those that must not wait longer.
@@ -199,7 +199,7 @@ impl Pool {
         class: &ClassPool,
         round: &mut Round,
         situation: &Situation<'_>,
-    ) -> Option<(Waiter, Result<Permit, Refusal>)> {
+    ) -> Option<(Waiter, Result<Permit, StreamRefusal>)> {
         class.with_table(situation.now, |table, connections| {
             let (waiter, answer) = class.machine.borrow_mut().next_answer(
                 round,
@@ -216,7 +216,7 @@ impl Pool {
     }
 
     /// Refuses every request that waits.
-    pub(super) fn refuse_waiters(&self, refusal: Refusal) {
+    pub(super) fn refuse_waiters(&self, refusal: StreamRefusal) {
         let classes: Vec<_> = self.classes.borrow().values().cloned().collect();
         for class in classes {
             loop {
@@ -227,18 +227,18 @@ impl Pool {
     }
 
     /// The error of a request that gets no stream.
-    fn unavailable(&self, class: &ClassPool, refusal: Refusal) -> Unavailable {
+    fn unavailable(&self, class: &ClassPool, refusal: StreamRefusal) -> Unavailable {
         match refusal {
-            Refusal::Unreachable => Unavailable::Unreachable(self.reasons(class)),
-            Refusal::Exhausted => {
+            StreamRefusal::Unreachable => Unavailable::Unreachable(self.reasons(class)),
+            StreamRefusal::Exhausted => {
                 self.upstream.metrics.streams_exhausted(&self.upstream.name).increment(1);
                 Unavailable::Exhausted
             }
-            Refusal::NoCredential => Unavailable::NoCredential,
-            Refusal::Closed => Unavailable::Unreachable(
+            StreamRefusal::NoCredential => Unavailable::NoCredential,
+            StreamRefusal::Closed => Unavailable::Unreachable(
                 "the upstream was removed from the configuration".to_owned(),
             ),
-            Refusal::Stopped => {
+            StreamRefusal::Stopped => {
                 Unavailable::Unreachable("the task of the connection pool has ended".to_owned())
             }
         }

@@ -7,7 +7,7 @@ use super::state::{ConnectionState, Responsiveness, StateChangeReason};
 
 /// Why h2 opens no more streams on the connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Refusal {
+pub enum H2Refusal {
     /// The apiserver sent a GOAWAY with `NO_ERROR`: it closes an idle connection, spreads its clients
     /// (`--goaway-chance`) or shuts down.
     GracefulGoaway,
@@ -43,7 +43,7 @@ pub enum ChangeReason {
     Drained,
     /// The apiserver has closed it without an error.
     ClosedByApiserver,
-    /// The error that the shell has reported as a [`Refusal`] or as [`H2End`], and whose text it knows.
+    /// The error that the shell has reported as a [`H2Refusal`] or as [`H2End`], and whose text it knows.
     Error,
 }
 
@@ -78,7 +78,7 @@ pub enum Significance {
 
 /// A change of state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Transition {
+pub struct ConnectionTransition {
     /// The state before.
     pub from: ConnectionState,
     /// The state entered.
@@ -89,7 +89,7 @@ pub struct Transition {
     pub significance: Significance,
 }
 
-impl Transition {
+impl ConnectionTransition {
     /// Whether the connection has begun to drain or is closed. Its endpoint does not count it any more.
     pub fn leaves_service(&self) -> bool {
         self.from.is_in_service() && !self.to.is_in_service()
@@ -121,7 +121,7 @@ pub struct Effects {
     /// Record the round-trip time of a PING.
     pub round_trip: Option<Duration>,
     /// Publish the new state. In [`ConnectionState::Dead`], close the socket.
-    pub transition: Option<Transition>,
+    pub transition: Option<ConnectionTransition>,
     /// Notify the requests on the connection.
     pub notify_requests: bool,
     /// Notify the pool: the state has changed, or a stream can be opened.

@@ -12,7 +12,9 @@ use super::select::{
     select,
 };
 use super::waiters::Waiters;
-use super::waiting::{Decision, READY_AFTER, Refusal, Situation, Streams, decide, unavailable};
+use super::waiting::{
+    Decision, READY_AFTER, Situation, StreamRefusal, Streams, decide, unavailable,
+};
 use crate::connection::{ConnectionState, DrainReason};
 use crate::credential_class::CredentialClass;
 use crate::endpoint_state::EndpointState;
@@ -93,7 +95,7 @@ pub struct Surroundings<'a> {
 
 /// What the caller does, in this order. Connections and endpoints are indices into the tables.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Effect {
+pub enum ClassEffect {
     /// Requests a probe of the endpoint of the connection.
     Probe(usize),
     /// The connection takes no new streams. It may drain already, for a reason for which its streams stay.
@@ -116,7 +118,7 @@ pub enum Effect {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Arrival {
     /// It gets an error.
-    Refuse(Refusal),
+    Refuse(StreamRefusal),
     /// It gets the connection that [`select`] finds, and waits if there is none.
     Select,
     /// It waits behind others.
@@ -199,7 +201,7 @@ impl<W> Class<W> {
     pub fn request(&mut self, may_be_held: bool, is_outage: bool, now: Instant) -> Arrival {
         self.last_used = now;
         if may_be_held && is_outage {
-            Arrival::Refuse(Refusal::Unreachable)
+            Arrival::Refuse(StreamRefusal::Unreachable)
         } else if self.waiters.block_newcomers() {
             Arrival::Wait
         } else {
@@ -217,7 +219,7 @@ impl<W> Class<W> {
         required: StreamRequirements,
         handle: W,
         now: Instant,
-    ) -> Result<u64, Refusal> {
+    ) -> Result<u64, StreamRefusal> {
         if self.waiters.len() >= max_waiters(self.credential) {
             return Err(unavailable(has_live(table)));
         }
@@ -270,7 +272,7 @@ impl<W> Class<W> {
         preference: impl Fn(&W, usize) -> Preference,
         cost: impl Fn(usize) -> f64,
         rng: &mut fastrand::Rng,
-    ) -> Option<(W, Result<usize, Refusal>)> {
+    ) -> Option<(W, Result<usize, StreamRefusal>)> {
         if round.is_over {
             return None;
         }
@@ -316,7 +318,7 @@ impl<W> Class<W> {
         Some(self.waiters.remove_first()?.handle)
     }
 
-    /// Ends a connect that [`Effect::Dial`] started.
+    /// Ends a connect that [`ClassEffect::Dial`] started.
     pub fn connect_ended(&mut self, endpoint: EndpointKey) {
         self.dials.ended(endpoint);
     }
@@ -401,19 +403,20 @@ impl<W> Class<W> {
         connections: &mut [ConnectionRow],
         around: &Surroundings<'_>,
         claim: impl FnMut(usize) -> bool,
-    ) -> Vec<Effect> {
+    ) -> Vec<ClassEffect> {
         let mut effects = Vec::new();
         let Some(generation) = around.generation else {
             let all = 0..connections.len();
-            effects.extend(all.map(|index| Effect::Drain(index, DrainReason::IdentityUnusable)));
+            effects
+                .extend(all.map(|index| ClassEffect::Drain(index, DrainReason::IdentityUnusable)));
             if connections.is_empty() {
-                effects.push(Effect::Retire);
+                effects.push(ClassEffect::Retire);
             }
             return effects;
         };
         for (index, row) in connections.iter().enumerate() {
             if row.has_slow_heads {
-                effects.push(Effect::Probe(index));
+                effects.push(ClassEffect::Probe(index));
             }
         }
         let is_wanted = self.is_wanted(connections, generation, around);
@@ -429,7 +432,7 @@ impl<W> Class<W> {
         connections: &mut [ConnectionRow],
         (generation, is_wanted): (u64, bool),
         around: &Surroundings<'_>,
-        effects: &mut Vec<Effect>,
+        effects: &mut Vec<ClassEffect>,
     ) {
         let now = around.now;
         let without_current_for = self.without_current_for(connections, generation, now);
@@ -445,10 +448,10 @@ impl<W> Class<W> {
             } else if drains_removed && endpoint == EndpointState::Leaving {
                 DrainReason::EndpointRemoved
             } else if endpoint == EndpointState::Degraded {
-                effects.push(Effect::NotifyDegraded(index));
+                effects.push(ClassEffect::NotifyDegraded(index));
                 continue;
             } else if row.probe_is_failing {
-                effects.push(Effect::NotifySuspected(index));
+                effects.push(ClassEffect::NotifySuspected(index));
                 continue;
             } else if !around.is_warm
                 && (row.idle_for(IDLE_CLASS, now)
@@ -507,7 +510,7 @@ impl<W> Class<W> {
         generation: u64,
         around: &Surroundings<'_>,
         mut claim: impl FnMut(usize) -> bool,
-        effects: &mut Vec<Effect>,
+        effects: &mut Vec<ClassEffect>,
     ) {
         let now = around.now;
         self.dials.retain(|key| around.endpoints.iter().any(|endpoint| endpoint.key == key));
@@ -539,14 +542,14 @@ impl<W> Class<W> {
                 // Without older connections the clients learn it from the endpoint.
                 let refused_until = self.dials.refused_until(endpoint, generation, now);
                 if let Some(at) = paused_until.max(refused_until.filter(|_| has_older)) {
-                    effects.push(Effect::WakeAt(at));
+                    effects.push(ClassEffect::WakeAt(at));
                     break;
                 }
                 if !claim(target) {
                     break;
                 }
                 self.dials.started(endpoint, pace, now);
-                effects.push(Effect::Dial(target));
+                effects.push(ClassEffect::Dial(target));
             }
         }
     }
@@ -607,9 +610,9 @@ fn drain(
     index: usize,
     cause: DrainReason,
     now: Instant,
-    effects: &mut Vec<Effect>,
+    effects: &mut Vec<ClassEffect>,
 ) {
-    effects.push(Effect::Drain(index, cause));
+    effects.push(ClassEffect::Drain(index, cause));
     let row = &mut connections[index];
     if row.candidate.state.is_in_service() {
         row.candidate.state = ConnectionState::Draining;
@@ -624,7 +627,7 @@ fn make_room(
     connections: &[ConnectionRow],
     endpoint: EndpointKey,
     now: Instant,
-    effects: &mut Vec<Effect>,
+    effects: &mut Vec<ClassEffect>,
 ) {
     let draining = || {
         let to_endpoint = connections.iter().enumerate();
@@ -632,10 +635,12 @@ fn make_room(
             .filter(move |(_, row)| row.candidate.endpoint == endpoint)
             .filter_map(|(index, row)| Some((row.draining_since?, index)))
     };
-    effects.extend(draining().map(|(_, index)| Effect::Drain(index, DrainReason::ConnectionLimit)));
+    effects.extend(
+        draining().map(|(_, index)| ClassEffect::Drain(index, DrainReason::ConnectionLimit)),
+    );
     if let Some((since, oldest)) = draining().min()
         && now >= since + DRAINING_TIME
     {
-        effects.push(Effect::Close(oldest));
+        effects.push(ClassEffect::Close(oldest));
     }
 }

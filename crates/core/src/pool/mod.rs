@@ -10,8 +10,8 @@
 //! | a request asks for a stream | [`Class::request`] | refuse it, [`select()`] a connection, or wait |
 //! | none of the connections can take it | [`Class::begin_wait`] | refuse it, or its place in the queue |
 //! | something changed, or it is time | [`Class::hand_over`] | the connections that join the class of proven tokens |
-//! | then | [`Class::plan`] | [`Effect`]s on connections and endpoints |
-//! | then, for each request that waits | [`Class::next_answer`] | a connection, a [`Refusal`], or a time to ask again |
+//! | then | [`Class::plan`] | [`ClassEffect`]s on connections and endpoints |
+//! | then, for each request that waits | [`Class::next_answer`] | a connection, a [`StreamRefusal`], or a time to ask again |
 //! | nothing will happen any more | [`PoolState::stop`], [`Class::refuse_next`] | every request that waits is refused |
 //!
 //! # Requests that wait
@@ -64,7 +64,7 @@ mod waiters;
 mod waiting;
 
 pub use self::class::{
-    Arrival, Class, ConnectionRow, Effect, IDLE_CLASS, Round, SLOW_HEAD_INTERVAL, Surroundings,
+    Arrival, Class, ClassEffect, ConnectionRow, IDLE_CLASS, Round, SLOW_HEAD_INTERVAL, Surroundings,
 };
 pub use self::endpoints::{EndpointRow, FANOUT, VersionSide, targets};
 pub use self::select::{
@@ -72,4 +72,6 @@ pub use self::select::{
     Scope, StreamRequirements, WATCH_SHARE, has_live, is_nearly_full, only_suspect_to, select,
 };
 pub use self::state::{PoolState, Purpose, WarmClasses};
-pub use self::waiting::{EXHAUSTED_AFTER, READY_AFTER, Refusal, Situation, UNAVAILABLE_AFTER};
+pub use self::waiting::{
+    EXHAUSTED_AFTER, READY_AFTER, Situation, StreamRefusal, UNAVAILABLE_AFTER,
+};

@@ -205,23 +205,23 @@ impl Shell {
         let effects = self.class.plan(&mut self.connections, &around, |_| rng.u8(..4) > 0);
         for effect in effects {
             match effect {
-                Effect::Dial(endpoint) => {
+                ClassEffect::Dial(endpoint) => {
                     self.connects.push(endpoint);
                     self.check_connects(endpoint);
                 }
-                Effect::Close(index) => {
+                ClassEffect::Close(index) => {
                     let row = &mut self.connections[index];
                     // One that drains may have become unresponsive.
                     assert!(!row.candidate.state.is_in_service(), "{row:?}");
                     assert!(row.draining_since.is_some_and(|at| self.now >= at + DRAINING_TIME));
                     row.candidate.state = ConnectionState::Dead;
                 }
-                Effect::WakeAt(at) => {
+                ClassEffect::WakeAt(at) => {
                     assert!(at > self.now);
                     self.wake_at = Some(self.wake_at.map_or(at, |wake_at| wake_at.min(at)));
                 }
                 // Every endpoint may refuse the new credential.
-                Effect::Drain(index, DrainReason::CertificateRotated) => {
+                ClassEffect::Drain(index, DrainReason::CertificateRotated) => {
                     let is_replacement = |row: &ConnectionRow| {
                         row.generation == self.generation
                             && row.candidate.state == ConnectionState::Live
@@ -230,7 +230,7 @@ impl Shell {
                     assert!(is_replaced || self.connections[index].idle_since.is_some());
                 }
                 // The plan changes the rows.
-                Effect::Drain(..) | Effect::NotifyDegraded(_) => {}
+                ClassEffect::Drain(..) | ClassEffect::NotifyDegraded(_) => {}
                 effect => panic!("{effect:?}"),
             }
         }

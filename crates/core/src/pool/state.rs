@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::Refusal;
+use super::StreamRefusal;
 use super::endpoints::{self, EndpointRow, FANOUT};
 use crate::credential_class::CredentialClass;
 use crate::outage::{Outage, Reachability};
@@ -98,12 +98,12 @@ impl PoolState {
     ///
     /// # Errors
     /// It may not, because the wait could end only with an error.
-    pub fn may_wait(&self, has_credential: bool) -> Result<(), Refusal> {
+    pub fn may_wait(&self, has_credential: bool) -> Result<(), StreamRefusal> {
         match self.phase {
-            Phase::Closed => Err(Refusal::Closed),
-            Phase::Stopped => Err(Refusal::Stopped),
+            Phase::Closed => Err(StreamRefusal::Closed),
+            Phase::Stopped => Err(StreamRefusal::Stopped),
             Phase::Serving | Phase::Retired if has_credential => Ok(()),
-            Phase::Serving | Phase::Retired => Err(Refusal::NoCredential),
+            Phase::Serving | Phase::Retired => Err(StreamRefusal::NoCredential),
         }
     }
 
@@ -126,18 +126,18 @@ impl PoolState {
     }
 
     /// The task of the pool has ended. Returns how the requests that wait are refused.
-    pub fn stop(&mut self) -> Refusal {
+    pub fn stop(&mut self) -> StreamRefusal {
         if self.phase == Phase::Closed {
-            return Refusal::Closed;
+            return StreamRefusal::Closed;
         }
         self.phase = Phase::Stopped;
-        Refusal::Stopped
+        StreamRefusal::Stopped
     }
 
     /// The connections are closed. Returns how the requests that wait are refused.
-    pub fn close(&mut self) -> Refusal {
+    pub fn close(&mut self) -> StreamRefusal {
         self.phase = Phase::Closed;
-        Refusal::Closed
+        StreamRefusal::Closed
     }
 
     /// Whether the connections are closed.

@@ -242,7 +242,7 @@ struct Wait {
 }
 
 /// The answer to the request, or the time until the next round.
-fn answer(wait: &Wait) -> Result<Result<usize, Refusal>, Option<Duration>> {
+fn answer(wait: &Wait) -> Result<Result<usize, StreamRefusal>, Option<Duration>> {
     let start = Instant::now();
     let now = start + wait.waited;
     let mut class = Class::new(CredentialClass::Token, start);
@@ -253,7 +253,7 @@ fn answer(wait: &Wait) -> Result<Result<usize, Refusal>, Option<Duration>> {
     if wait.is_dialing {
         let surroundings = Surroundings { limits: LIMITS, ..around(&endpoints, start) };
         let effects = class.plan(&mut [], &surroundings, |_| true);
-        assert_eq!(effects, [Effect::Dial(0)]);
+        assert_eq!(effects, [ClassEffect::Dial(0)]);
     }
     let required = StreamRequirements {
         without_connection_since: wait.lost_before.map(|ago| before(start, ago)),
@@ -301,7 +301,7 @@ fn request_that_waits_is_answered_by_the_table() {
     let lost = |wait, ago| Wait { lost_before: Some(ms(ago)), ..wait };
     let dialing = |wait| Wait { is_dialing: true, ..wait };
     let wait_for = |left| Err(Some(ms(left)));
-    let unreachable = Ok(Err(Refusal::Unreachable));
+    let unreachable = Ok(Err(StreamRefusal::Unreachable));
     for (number, (wait, expected)) in [
         (base(free(), none(), 0), Ok(Ok(0))),
         // A held watch, in an outage.
@@ -311,10 +311,10 @@ fn request_that_waits_is_answered_by_the_table() {
         // Connected, but full.
         (base(full(), none(), 0), wait_for(1_000)),
         (base(full(), none(), 999), wait_for(1)),
-        (base(full(), none(), 1_000), Ok(Err(Refusal::Exhausted))),
+        (base(full(), none(), 1_000), Ok(Err(StreamRefusal::Exhausted))),
         (base(full_and_suspect(), none(), 999), wait_for(1)),
         (base(full_and_suspect(), none(), 1_000), Ok(Ok(1))),
-        (base(full_and_suspect(), live_only(), 1_000), Ok(Err(Refusal::Exhausted))),
+        (base(full_and_suspect(), live_only(), 1_000), Ok(Err(StreamRefusal::Exhausted))),
         (failed(base(full(), none(), 500), 100), wait_for(500)),
         // Not connected.
         (base(vec![], none(), 1_199), wait_for(1)),
@@ -473,9 +473,9 @@ fn begin_wait_is_limited_and_refused_as_the_connections_are() {
         let live = [candidate(0, 10, now)];
         let suspect = [Candidate { state: Suspect, ..live[0] }];
         for (table, refusal) in [
-            (&live[..], Refusal::Exhausted),
-            (&suspect[..], Refusal::Unreachable),
-            (&[][..], Refusal::Unreachable),
+            (&live[..], StreamRefusal::Exhausted),
+            (&suspect[..], StreamRefusal::Unreachable),
+            (&[][..], StreamRefusal::Unreachable),
         ] {
             let refused = class.begin_wait(table, StreamRequirements::default(), (), now);
             assert_eq!(refused, Err(refusal));
@@ -487,7 +487,7 @@ fn begin_wait_is_limited_and_refused_as_the_connections_are() {
 fn request_is_refused_in_an_outage_only_if_it_can_be_held_and_else_keeps_its_turn() {
     let now = Instant::now();
     let mut class = Class::new(CredentialClass::Token, now);
-    let outage = Arrival::Refuse(Refusal::Unreachable);
+    let outage = Arrival::Refuse(StreamRefusal::Unreachable);
     for (may_be_held, is_outage, alone, behind_another) in [
         (false, false, Arrival::Select, Arrival::Wait),
         (true, false, Arrival::Select, Arrival::Wait),
@@ -531,7 +531,7 @@ fn plan_drains_and_notifies_by_the_table() {
     let in_use = |row| ConnectionRow { idle_since: None, ..row };
     let burst = |row| ConnectionRow { peak_streams: 64, ..row };
     let failing = |row| ConnectionRow { probe_is_failing: true, ..row };
-    let drain = |cause| Some(Effect::Drain(0, cause));
+    let drain = |cause| Some(ClassEffect::Drain(0, cause));
     // The first connection, whether a second one is live and current, whether the class is warm.
     for (row, has_other, is_warm, expected) in [
         (base(), false, false, None),
@@ -541,9 +541,9 @@ fn plan_drains_and_notifies_by_the_table() {
         (old(in_use(base())), false, false, None),
         (to(Leaving, base()), true, false, drain(DrainReason::EndpointRemoved)),
         (to(Leaving, base()), false, false, None),
-        (to(Degraded, base()), true, false, Some(Effect::NotifyDegraded(0))),
-        (failing(to(Degraded, base())), true, false, Some(Effect::NotifyDegraded(0))),
-        (failing(base()), true, false, Some(Effect::NotifySuspected(0))),
+        (to(Degraded, base()), true, false, Some(ClassEffect::NotifyDegraded(0))),
+        (failing(to(Degraded, base())), true, false, Some(ClassEffect::NotifyDegraded(0))),
+        (failing(base()), true, false, Some(ClassEffect::NotifySuspected(0))),
         (old(failing(base())), true, false, drain(DrainReason::CertificateRotated)),
         (idle(299, base()), true, false, None),
         (idle(300, base()), true, false, drain(DrainReason::Idle)),
@@ -586,7 +586,7 @@ fn connections_to_a_removed_endpoint_drain_after_a_while_and_those_with_an_older
             assert_eq!(planned(&mut class, generation, endpoint, after), []);
         }
         for after in [5, 100_000] {
-            let expected = reason.map(|reason| Effect::Drain(0, reason));
+            let expected = reason.map(|reason| ClassEffect::Drain(0, reason));
             let effects = planned(&mut class, generation, endpoint, after);
             assert_eq!(effects.first().copied(), expected, "{generation} {endpoint:?} {after}");
         }
@@ -605,8 +605,8 @@ fn older_credential_is_replaced_as_long_as_a_stream_uses_it() {
         let row = ConnectionRow { generation: 0, idle_since, ..row };
         class.plan(&mut [row], &around(&endpoints, now), |_| true)
     };
-    assert_eq!(planned(None), [Effect::Dial(0)]);
-    assert_eq!(planned(Some(now)), [Effect::Drain(0, DrainReason::CertificateRotated)]);
+    assert_eq!(planned(None), [ClassEffect::Dial(0)]);
+    assert_eq!(planned(Some(now)), [ClassEffect::Drain(0, DrainReason::CertificateRotated)]);
 }
 
 #[test]
@@ -616,8 +616,8 @@ fn plan_pauses_connects_to_an_endpoint_that_refuses_the_credential() {
     let mut class: Class<()> = Class::new(CredentialClass::Token, now);
     class.credential_refused(EndpointKey(10), 1, 0.5, now);
     let older = ConnectionRow { generation: 0, ..connection_row(candidate(0, 10, now), now) };
-    let paused = [Effect::WakeAt(now + seconds(1)), Effect::Dial(1)];
-    let both = [Effect::Dial(0), Effect::Dial(1)];
+    let paused = [ClassEffect::WakeAt(now + seconds(1)), ClassEffect::Dial(1)];
+    let both = [ClassEffect::Dial(0), ClassEffect::Dial(1)];
     for (generation, mut connections, expected) in
         [(1, vec![older], paused), (1, vec![], both), (2, vec![older], both)]
     {
@@ -637,8 +637,8 @@ fn plan_without_a_credential_drains_all_and_then_retires_the_class() {
     let surroundings = Surroundings { generation: None, is_warm: true, ..around(&endpoints, now) };
     let mut rows = [connection_row(candidate(0, 10, now), now)];
     let effects = class.plan(&mut rows, &surroundings, |_| true);
-    assert_eq!(effects, [Effect::Drain(0, DrainReason::IdentityUnusable)]);
-    assert_eq!(class.plan(&mut [], &surroundings, |_| true), [Effect::Retire]);
+    assert_eq!(effects, [ClassEffect::Drain(0, DrainReason::IdentityUnusable)]);
+    assert_eq!(class.plan(&mut [], &surroundings, |_| true), [ClassEffect::Retire]);
 }
 
 #[test]
@@ -650,7 +650,7 @@ fn plan_dials_the_targets_of_a_class_that_is_warm_or_in_use() {
         let surroundings = Surroundings { is_warm, is_retired, ..around(&endpoints, now) };
         let effects = class.plan(&mut [], &surroundings, |_| true);
         for (effect, endpoint) in effects.iter().zip(&endpoints) {
-            assert!(matches!(effect, Effect::Dial(_)), "{effect:?}");
+            assert!(matches!(effect, ClassEffect::Dial(_)), "{effect:?}");
             class.connect_ended(endpoint.key);
         }
         effects.len()
@@ -688,7 +688,7 @@ fn plan_dials_no_more_than_claims_and_pauses_permit() {
         claims += 1;
         claims <= 2
     });
-    assert_eq!(effects, [Effect::Dial(0), Effect::Dial(0)]);
+    assert_eq!(effects, [ClassEffect::Dial(0), ClassEffect::Dial(0)]);
     let dial = |class: &mut Class<()>| class.plan(&mut [], &around(&endpoints, now), |_| true);
     for (class, burst, interval) in [
         (CredentialClass::UnprovenToken, 8, 200),
@@ -697,12 +697,16 @@ fn plan_dials_no_more_than_claims_and_pauses_permit() {
     ] {
         let mut unproven = waiting(class);
         for _ in 0..burst / 2 {
-            assert_eq!(dial(&mut unproven), [Effect::Dial(0), Effect::Dial(0)], "{class:?}");
+            assert_eq!(
+                dial(&mut unproven),
+                [ClassEffect::Dial(0), ClassEffect::Dial(0)],
+                "{class:?}"
+            );
             unproven.connect_ended(EndpointKey(10));
             unproven.connect_ended(EndpointKey(10));
         }
         let next = now + Duration::from_millis(interval);
-        assert_eq!(dial(&mut unproven), [Effect::WakeAt(next)], "{class:?}");
+        assert_eq!(dial(&mut unproven), [ClassEffect::WakeAt(next)], "{class:?}");
     }
 }
 
@@ -717,11 +721,11 @@ fn plan_makes_room_for_a_connection_above_the_limit_with_draining_ones() {
         idle_since: None,
         ..connection_row(candidate(0, 10, now), now)
     };
-    let limit = |index| Effect::Drain(index, DrainReason::ConnectionLimit);
+    let limit = |index| ClassEffect::Drain(index, DrainReason::ConnectionLimit);
     for (ages, expected) in [
-        (&[1, 2, 3][..], vec![Effect::Dial(0)]),
+        (&[1, 2, 3][..], vec![ClassEffect::Dial(0)]),
         (&[1, 2, 3, 9], vec![limit(0), limit(1), limit(2), limit(3)]),
-        (&[1, 10, 3, 9], vec![limit(0), limit(1), limit(2), limit(3), Effect::Close(1)]),
+        (&[1, 10, 3, 9], vec![limit(0), limit(1), limit(2), limit(3), ClassEffect::Close(1)]),
     ] {
         let mut class: Class<()> = Class::new(CredentialClass::UnprovenToken, start);
         let mut rows: Vec<_> = ages.iter().map(|&ago| draining(ago)).collect();
@@ -791,13 +795,16 @@ fn pool_state_refuses_to_wait_when_nothing_would_answer() {
     let new = || PoolState::new(Purpose::Clients(WarmClasses::Identities));
     let mut state = new();
     assert_eq!(state.may_wait(true), Ok(()));
-    assert_eq!(state.may_wait(false), Err(Refusal::NoCredential));
+    assert_eq!(state.may_wait(false), Err(StreamRefusal::NoCredential));
     state.retire();
     assert_eq!((state.is_retired(), state.may_wait(true)), (true, Ok(())));
-    assert_eq!(state.stop(), Refusal::Stopped);
-    assert_eq!(state.may_wait(true), Err(Refusal::Stopped));
-    assert_eq!(state.close(), Refusal::Closed);
-    assert_eq!((state.stop(), state.may_wait(true)), (Refusal::Closed, Err(Refusal::Closed)));
+    assert_eq!(state.stop(), StreamRefusal::Stopped);
+    assert_eq!(state.may_wait(true), Err(StreamRefusal::Stopped));
+    assert_eq!(state.close(), StreamRefusal::Closed);
+    assert_eq!(
+        (state.stop(), state.may_wait(true)),
+        (StreamRefusal::Closed, Err(StreamRefusal::Closed))
+    );
 }
 
 #[test]

@@ -17,7 +17,7 @@ pub const EXHAUSTED_AFTER: Duration = Duration::from_secs(1);
 
 /// Why a request gets no stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Refusal {
+pub enum StreamRefusal {
     /// No endpoint can be reached.
     Unreachable,
     /// Connections are live, but have no free stream.
@@ -45,7 +45,7 @@ pub struct Situation<'a> {
 
 /// What happens to a request that waits.
 pub(super) enum Decision {
-    Answer(Result<usize, Refusal>),
+    Answer(Result<usize, StreamRefusal>),
     /// It waits until its deadline, and the next one is considered.
     Wait(Instant),
     /// It waits until its deadline, and so do all behind it.
@@ -74,7 +74,7 @@ pub(super) fn decide<W>(
 ) -> Decision {
     let Streams { is_connected, has_free, all_failed_at } = streams;
     if waiter.required.may_be_held && situation.is_outage {
-        return Decision::Answer(Err(Refusal::Unreachable));
+        return Decision::Answer(Err(StreamRefusal::Unreachable));
     }
     if has_free && let Some(index) = find(false) {
         if awaits_ready(index) {
@@ -99,6 +99,6 @@ pub(super) fn decide<W>(
 }
 
 /// The error of a request that waits no longer.
-pub(super) fn unavailable(is_connected: bool) -> Refusal {
-    if is_connected { Refusal::Exhausted } else { Refusal::Unreachable }
+pub(super) fn unavailable(is_connected: bool) -> StreamRefusal {
+    if is_connected { StreamRefusal::Exhausted } else { StreamRefusal::Unreachable }
 }

@@ -1,9 +1,10 @@
 //! The state machine of the attempts at one request: the first attempt, hedges, retries, and the hold of a new watch. It
-//! is pure: no I/O, no clock, no randomness. [`Attempts::step`] takes an [`Input`], [`Facts`] that it may ask, the time
-//! and a random number generator, and returns the [`Effect`] that the shell executes. Connections are opaque.
+//! is pure: no I/O, no clock, no randomness. [`Attempts::step`] takes an [`AttemptInput`], [`Facts`] that it may ask,
+//! the time and a random number generator, and returns the [`AttemptEffect`] that the shell executes. Connections are
+//! opaque.
 //!
-//! A request begins with [`Effect::Acquire`]. A *round* has a first attempt and its hedges. If all of them fail, the
-//! failure of the first one decides on the next round ([`retry::decide`], at most [`ATTEMPTS`] rounds).
+//! A request begins with [`AttemptEffect::Acquire`]. A *round* has a first attempt and its hedges. If all of them fail,
+//! the failure of the first one decides on the next round ([`retry::decide`], at most [`ATTEMPTS`] rounds).
 //!
 //! # Rounds
 //!
@@ -73,7 +74,7 @@ use fastrand::Rng;
 use self::parallel::{Hedges, Next, Parallel};
 use super::info::RequestKind;
 use super::overload_rejection;
-use super::retry::{self, ATTEMPTS, Refusal, RetryDecision, Stage};
+use super::retry::{self, ATTEMPTS, RetryDecision, RetryRefusal, Stage};
 use super::start_up;
 use super::status_error::StatusError;
 use crate::pool::{EndpointKey, PreviousFailure, StreamRequirements};
@@ -81,8 +82,8 @@ use crate::watch::session::max_outage_jitter;
 
 pub use self::facts::{BodyState, ConnectionFacts, Facts, OtherBudget};
 pub use self::input::{
-    AfterNotReached, Awaited, Effect, Failure, HedgeOutcome, HeldResponse, Input, MissedVersion,
-    NoStream, NotReached, Refused, VersionOrigin,
+    AfterNotReached, AttemptEffect, AttemptFailure, AttemptInput, Awaited, HedgeOutcome,
+    HeldResponse, MissedVersion, NoStream, NotReached, Refused, VersionOrigin,
 };
 pub use self::parallel::{HEDGE_INTERVAL, LIVE_CHECK_INTERVAL, MAX_PARALLEL};
 
@@ -147,7 +148,7 @@ impl<C> State<C> {
 /// The failure of a round, with the state of its connection then.
 #[derive(Debug)]
 struct FailedRound<C> {
-    failure: Failure<C>,
+    failure: AttemptFailure<C>,
     connection: ConnectionFacts,
 }
 
@@ -161,7 +162,7 @@ struct Heartbeat {
 
 impl<C> Attempts<C> {
     /// A request of this kind that has arrived at `requested_at`. The shell acquires a stream for it
-    /// ([`Effect::Acquire`]). `timeout`: the `timeoutSeconds` of a watch.
+    /// ([`AttemptEffect::Acquire`]). `timeout`: the `timeoutSeconds` of a watch.
     pub fn new(
         kind: RequestKind,
         is_heartbeat: bool,
@@ -203,11 +204,12 @@ impl<C> Attempts<C> {
     }
 
     /// The failure of the round before.
-    pub fn failure(&self) -> Option<&Failure<C>> {
+    pub fn failure(&self) -> Option<&AttemptFailure<C>> {
         self.failed.as_ref().map(|failed| &failed.failure)
     }
 
-    /// The requirements of [`Effect::Acquire`] and [`Effect::Retry`], without what the kind of the request says.
+    /// The requirements of [`AttemptEffect::Acquire`] and [`AttemptEffect::Retry`], without what the kind of the
+    /// request says.
     pub fn requirements(&self) -> StreamRequirements {
         let required = StreamRequirements::default();
         let failed = self.failed.as_deref().filter(|_| !self.is_holding());
@@ -233,7 +235,7 @@ impl<C> Attempts<C> {
         }
     }
 
-    /// When a heartbeat that waits for its response is to be checked ([`Input::HeartbeatDue`]).
+    /// When a heartbeat that waits for its response is to be checked ([`AttemptInput::HeartbeatDue`]).
     pub fn heartbeat_due(&self) -> Option<Instant> {
         self.heartbeat.as_ref()?.due
     }
@@ -241,11 +243,11 @@ impl<C> Attempts<C> {
     /// Processes one input.
     pub fn step(
         &mut self,
-        input: Input<C>,
+        input: AttemptInput<C>,
         facts: &impl Facts<C>,
         now: Instant,
         rng: &mut Rng,
-    ) -> Effect {
+    ) -> AttemptEffect {
         let name = input.name();
         self.next(input, facts, now, rng).unwrap_or_else(|| self.impossible(name))
     }
@@ -253,34 +255,36 @@ impl<C> Attempts<C> {
     /// The effect of an input; `None` if it is impossible in this state.
     fn next(
         &mut self,
-        input: Input<C>,
+        input: AttemptInput<C>,
         facts: &impl Facts<C>,
         now: Instant,
         rng: &mut Rng,
-    ) -> Option<Effect> {
+    ) -> Option<AttemptEffect> {
         match input {
-            Input::Granted { attempt } => self.on_granted(attempt, now),
-            Input::Responded { attempt } => self.on_responded(attempt),
-            Input::NoStream { reason } => self.on_no_stream(reason, facts),
-            Input::Failed { attempt, failure } => self.on_failed(attempt, failure, facts, now),
-            Input::OutageEnded { held } => {
-                let delay = max_outage_jitter(held, false).mul_f64(rng.f64());
-                self.is_holding().then_some(Effect::Pause { delay })
+            AttemptInput::Granted { attempt } => self.on_granted(attempt, now),
+            AttemptInput::Responded { attempt } => self.on_responded(attempt),
+            AttemptInput::NoStream { reason } => self.on_no_stream(reason, facts),
+            AttemptInput::Failed { attempt, failure } => {
+                self.on_failed(attempt, failure, facts, now)
             }
-            Input::PauseEnded => self.is_holding().then_some(Effect::Acquire),
-            Input::HoldEnded => self.on_hold_ended(),
-            Input::HeartbeatDue => self.on_heartbeat_due(facts, now),
-            Input::Troubled { .. }
-            | Input::Silent { .. }
-            | Input::HedgeDue { .. }
-            | Input::NoHedgeStream { .. } => self.on_parallel(&input, facts, now),
-            Input::NotExecutable => None,
+            AttemptInput::OutageEnded { held } => {
+                let delay = max_outage_jitter(held, false).mul_f64(rng.f64());
+                self.is_holding().then_some(AttemptEffect::Pause { delay })
+            }
+            AttemptInput::PauseEnded => self.is_holding().then_some(AttemptEffect::Acquire),
+            AttemptInput::HoldEnded => self.on_hold_ended(),
+            AttemptInput::HeartbeatDue => self.on_heartbeat_due(facts, now),
+            AttemptInput::Troubled { .. }
+            | AttemptInput::Silent { .. }
+            | AttemptInput::HedgeDue { .. }
+            | AttemptInput::NoHedgeStream { .. } => self.on_parallel(&input, facts, now),
+            AttemptInput::NotExecutable => None,
         }
     }
 
     /// A defect, after which the request could wait forever. Nothing is known about attempts that run.
     #[cold]
-    fn impossible(&mut self, input: &str) -> Effect {
+    fn impossible(&mut self, input: &str) -> AttemptEffect {
         let state = self.state.name();
         debug_assert!(false, "input {input} in state {state}, round {}", self.round);
         let detail = format_args!("input {input} in state {state}");
@@ -291,7 +295,7 @@ impl<C> Attempts<C> {
         matches!(self.state, State::Holding(_))
     }
 
-    fn on_granted(&mut self, attempt: usize, now: Instant) -> Option<Effect> {
+    fn on_granted(&mut self, attempt: usize, now: Instant) -> Option<AttemptEffect> {
         match &mut self.state {
             State::Parallel(parallel) => return parallel.granted(attempt, &mut self.hedges),
             State::Acquiring | State::Holding(_) if attempt == 0 => {}
@@ -302,38 +306,38 @@ impl<C> Attempts<C> {
             heartbeat.due = Some(now + PROBE_INTERVAL);
             heartbeat.probes_left = HEARTBEAT_MIN_WAIT.as_secs() - 1;
         }
-        Some(Effect::Send { attempt })
+        Some(AttemptEffect::Send { attempt })
     }
 
-    fn on_responded(&mut self, attempt: usize) -> Option<Effect> {
+    fn on_responded(&mut self, attempt: usize) -> Option<AttemptEffect> {
         self.awaited(attempt).filter(|awaited| *awaited != Awaited::Stream)?;
         if let State::Parallel(parallel) = &self.state {
             parallel.responded(attempt, &mut self.hedges);
         }
         self.state = State::Ended;
-        Some(Effect::Respond { attempt })
+        Some(AttemptEffect::Respond { attempt })
     }
 
     /// The inputs that concern trouble and hedges.
     fn on_parallel(
         &mut self,
-        input: &Input<C>,
+        input: &AttemptInput<C>,
         facts: &impl Facts<C>,
         now: Instant,
-    ) -> Option<Effect> {
+    ) -> Option<AttemptEffect> {
         if matches!(self.state, State::Sent) {
             self.state = State::Parallel(Parallel::new());
         }
         let State::Parallel(parallel) = &mut self.state else { return None };
         let hedges = &mut self.hedges;
         match *input {
-            Input::Troubled { attempt } => {
+            AttemptInput::Troubled { attempt } => {
                 let is_safe = retry::may_hedge(self.kind);
                 parallel.troubled(attempt, is_safe, facts, hedges, now)
             }
-            Input::HedgeDue { attempt } => parallel.hedge_due(attempt, facts, hedges),
-            Input::Silent { attempt } => parallel.silent(attempt, facts, now),
-            Input::NoHedgeStream { attempt } => {
+            AttemptInput::HedgeDue { attempt } => parallel.hedge_due(attempt, facts, hedges),
+            AttemptInput::Silent { attempt } => parallel.silent(attempt, facts, now),
+            AttemptInput::NoHedgeStream { attempt } => {
                 let next = parallel.no_stream(attempt, hedges, now);
                 self.after(next, facts)
             }
@@ -344,10 +348,10 @@ impl<C> Attempts<C> {
     fn on_failed(
         &mut self,
         attempt: usize,
-        failure: Failure<C>,
+        failure: AttemptFailure<C>,
         facts: &impl Facts<C>,
         now: Instant,
-    ) -> Option<Effect> {
+    ) -> Option<AttemptEffect> {
         match &mut self.state {
             State::Sent if attempt == 0 => Some(self.round_failed(failure, facts)),
             State::Parallel(parallel) => {
@@ -362,16 +366,20 @@ impl<C> Attempts<C> {
     }
 
     /// Continues after a parallel attempt has ended.
-    fn after(&mut self, next: Next<C>, facts: &impl Facts<C>) -> Option<Effect> {
+    fn after(&mut self, next: Next<C>, facts: &impl Facts<C>) -> Option<AttemptEffect> {
         match next {
-            Next::Wait => Some(Effect::Wait),
+            Next::Wait => Some(AttemptEffect::Wait),
             Next::RoundFailed(failure) => Some(self.round_failed(failure, facts)),
             Next::Impossible => None,
         }
     }
 
     /// All attempts of the round have failed: the request is sent again or refused.
-    fn round_failed(&mut self, mut failure: Failure<C>, facts: &impl Facts<C>) -> Effect {
+    fn round_failed(
+        &mut self,
+        mut failure: AttemptFailure<C>,
+        facts: &impl Facts<C>,
+    ) -> AttemptEffect {
         if let Some(heartbeat) = &mut self.heartbeat {
             heartbeat.due = None;
         }
@@ -388,13 +396,13 @@ impl<C> Attempts<C> {
             self.failed = Some(Box::new(FailedRound { failure, connection }));
             self.round += 1;
             self.state = State::Acquiring;
-            return Effect::Retry;
+            return AttemptEffect::Retry;
         }
         let (error, refusal) = if body == BodyState::Aborted {
             // The upstream stream was reset, so no handler got a complete body.
             (StatusError::bad_request("the request's body was malformed or broke off"), None)
         } else {
-            let Failure { stage, reason, .. } = &failure;
+            let AttemptFailure { stage, reason, .. } = &failure;
             let error = retry::client_error(self.kind, *stage, is_held, connection.is_dead, reason);
             (error, refusal)
         };
@@ -402,7 +410,7 @@ impl<C> Attempts<C> {
     }
 
     /// Whether another endpoint is asked after the answer of one. Excludes those that are not.
-    fn asks_other(&mut self, failure: &Failure<C>, facts: &impl Facts<C>) -> bool {
+    fn asks_other(&mut self, failure: &AttemptFailure<C>, facts: &impl Facts<C>) -> bool {
         let endpoint = failure.endpoint;
         match failure.stage {
             Stage::Rejected => {
@@ -443,7 +451,7 @@ impl<C> Attempts<C> {
     /// Keeps the rejection of a failed attempt if it says more than the one before. The first one for overload is kept while
     /// other endpoints are tried, and the last 410, or 504 of a version that the client asks for; any other rejection only
     /// if it is the last. A refusal of an apiserver that may be starting says less than any other rejection.
-    fn keep_rejection(&mut self, failure: &mut Failure<C>, is_retried: bool) {
+    fn keep_rejection(&mut self, failure: &mut AttemptFailure<C>, is_retried: bool) {
         let kept = self.rejection.as_ref().map(|kept| kept.0.status.as_u16());
         let is_kept = match failure.stage {
             Stage::Rejected | Stage::Starting => kept.is_none_or(start_up::is_refusal),
@@ -457,7 +465,7 @@ impl<C> Attempts<C> {
         }
     }
 
-    fn on_no_stream(&mut self, reason: NoStream, facts: &impl Facts<C>) -> Option<Effect> {
+    fn on_no_stream(&mut self, reason: NoStream, facts: &impl Facts<C>) -> Option<AttemptEffect> {
         let is_new_watch = self.kind == RequestKind::Watch && self.rejection.is_none();
         Some(match (reason, &self.state) {
             (NoStream::Other(error), State::Acquiring | State::Holding(_)) => {
@@ -475,11 +483,11 @@ impl<C> Attempts<C> {
         })
     }
 
-    fn hold(&self) -> Effect {
-        Effect::Hold { until: self.hold_until }
+    fn hold(&self) -> AttemptEffect {
+        AttemptEffect::Hold { until: self.hold_until }
     }
 
-    fn on_hold_ended(&mut self) -> Option<Effect> {
+    fn on_hold_ended(&mut self) -> Option<AttemptEffect> {
         match std::mem::replace(&mut self.state, State::Ended) {
             State::Holding(reasons) => Some(self.unreachable(&reasons)),
             state => {
@@ -489,7 +497,7 @@ impl<C> Attempts<C> {
         }
     }
 
-    fn unreachable(&mut self, reasons: &str) -> Effect {
+    fn unreachable(&mut self, reasons: &str) -> AttemptEffect {
         let error = match self.kind {
             RequestKind::Watch => StatusError::no_upstream_for_watch(reasons),
             _ => StatusError::no_upstream(reasons),
@@ -497,26 +505,26 @@ impl<C> Attempts<C> {
         self.refuse(error, None)
     }
 
-    fn refuse(&mut self, error: StatusError, refusal: Option<Refusal>) -> Effect {
+    fn refuse(&mut self, error: StatusError, refusal: Option<RetryRefusal>) -> AttemptEffect {
         self.state = State::Ended;
-        Effect::Refuse(Box::new(match self.rejection.take() {
+        AttemptEffect::Refuse(Box::new(match self.rejection.take() {
             Some(rejection) => Refused::Rejection(rejection),
             None => Refused::Error(error, refusal),
         }))
     }
 
-    fn on_heartbeat_due(&mut self, facts: &impl Facts<C>, now: Instant) -> Option<Effect> {
+    fn on_heartbeat_due(&mut self, facts: &impl Facts<C>, now: Instant) -> Option<AttemptEffect> {
         let heartbeat = self.heartbeat.as_mut()?;
         let due = heartbeat.due.as_mut()?;
         if heartbeat.probes_left > 0 {
             heartbeat.probes_left -= 1;
             *due += PROBE_INTERVAL;
-            return Some(Effect::Probe { attempt: 0 });
+            return Some(AttemptEffect::Probe { attempt: 0 });
         }
         *due = now + HEALTH_CHECK_INTERVAL;
-        let Some(ill_health) = facts.ill_health(0) else { return Some(Effect::Wait) };
+        let Some(ill_health) = facts.ill_health(0) else { return Some(AttemptEffect::Wait) };
         let seconds = HEARTBEAT_MIN_WAIT.as_secs();
         let reason = format!("no response for {seconds} s, and {ill_health},").into();
-        Some(Effect::GiveUp { attempt: 0, stage: Stage::Unanswered, reason })
+        Some(AttemptEffect::GiveUp { attempt: 0, stage: Stage::Unanswered, reason })
     }
 }

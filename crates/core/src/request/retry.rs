@@ -101,12 +101,12 @@ pub enum RetryDecision {
     /// Send the request to another ready endpoint, if there is one and the budget allows it.
     RetryAtOtherEndpoint,
     /// Do not send the request again.
-    Refuse(Refusal),
+    Refuse(RetryRefusal),
 }
 
 /// Why a request is not sent again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Refusal {
+pub enum RetryRefusal {
     /// The request may have been executed, or may not be executed twice.
     Unsafe,
     /// jackstay no longer holds its whole body.
@@ -115,7 +115,7 @@ pub enum Refusal {
     AttemptsExhausted,
 }
 
-impl Refusal {
+impl RetryRefusal {
     /// The label of the metric that counts refused retries.
     pub const fn as_str(self) -> &'static str {
         match self {
@@ -129,11 +129,11 @@ impl Refusal {
 /// Decides whether a request is sent again after its attempt number `attempt` failed.
 pub fn decide(kind: RequestKind, stage: Stage, body_is_held: bool, attempt: u32) -> RetryDecision {
     if !may_repeat(kind, stage) {
-        RetryDecision::Refuse(Refusal::Unsafe)
+        RetryDecision::Refuse(RetryRefusal::Unsafe)
     } else if !body_is_held {
-        RetryDecision::Refuse(Refusal::BodyNotHeld)
+        RetryDecision::Refuse(RetryRefusal::BodyNotHeld)
     } else if attempt >= ATTEMPTS {
-        RetryDecision::Refuse(Refusal::AttemptsExhausted)
+        RetryDecision::Refuse(RetryRefusal::AttemptsExhausted)
     } else if matches!(stage, Stage::TooOld | Stage::NotReached | Stage::Rejected | Stage::Starting)
     {
         RetryDecision::RetryAtOtherEndpoint
@@ -251,7 +251,7 @@ mod tests {
             for (stage, may_repeat) in STAGES.into_iter().zip(may_repeat_in_stage) {
                 let case = format!("{kind:?} {stage:?}");
                 let expected = match (may_repeat, stage) {
-                    (false, _) => RetryDecision::Refuse(Refusal::Unsafe),
+                    (false, _) => RetryDecision::Refuse(RetryRefusal::Unsafe),
                     (true, TooOld | NotReached | Rejected | Starting) => {
                         RetryDecision::RetryAtOtherEndpoint
                     }
@@ -260,11 +260,11 @@ mod tests {
                 assert_eq!(decide(kind, stage, true, 1), expected, "{case}");
                 assert_eq!(decide(kind, stage, true, ATTEMPTS - 1), expected, "{case}");
                 for (held, attempt, refusal) in [
-                    (false, 1, Refusal::BodyNotHeld),
-                    (false, ATTEMPTS, Refusal::BodyNotHeld),
-                    (true, ATTEMPTS, Refusal::AttemptsExhausted),
+                    (false, 1, RetryRefusal::BodyNotHeld),
+                    (false, ATTEMPTS, RetryRefusal::BodyNotHeld),
+                    (true, ATTEMPTS, RetryRefusal::AttemptsExhausted),
                 ] {
-                    let refusal = if may_repeat { refusal } else { Refusal::Unsafe };
+                    let refusal = if may_repeat { refusal } else { RetryRefusal::Unsafe };
                     let decision = decide(kind, stage, held, attempt);
                     assert_eq!(decision, RetryDecision::Refuse(refusal), "{case} {held} {attempt}");
                 }

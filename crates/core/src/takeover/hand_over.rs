@@ -19,7 +19,7 @@ use super::messages::{Answer, Request, SERVING};
 
 /// What the shell reports.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Input<'a> {
+pub enum HandOverInput<'a> {
     /// The new process has sent this line.
     Line(&'a str),
     /// The control thread offers this.
@@ -39,7 +39,7 @@ pub enum Input<'a> {
 
 /// What the shell does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Effect {
+pub enum HandOverEffect {
     /// Read the request.
     ReadRequest,
     /// Have the control thread offer sockets.
@@ -95,31 +95,44 @@ pub struct HandOver(State);
 
 impl HandOver {
     /// A new process that this one trusts has connected.
-    pub fn new() -> (Self, Effect) {
-        (Self(State::Asked), Effect::ReadRequest)
+    pub fn new() -> (Self, HandOverEffect) {
+        (Self(State::Asked), HandOverEffect::ReadRequest)
     }
 
     /// Decides what follows an input.
-    pub fn step(&mut self, input: Input<'_>) -> Effect {
+    pub fn step(&mut self, input: HandOverInput<'_>) -> HandOverEffect {
         let (next, effect) = match (self.0, input) {
-            (State::Asked, Input::Line(line)) => match Request::parse(line) {
-                Some(request) => (State::Offering, Effect::Offer(request)),
-                None => (State::Refusing, Effect::Explain),
+            (State::Asked, HandOverInput::Line(line)) => match Request::parse(line) {
+                Some(request) => (State::Offering, HandOverEffect::Offer(request)),
+                None => (State::Refusing, HandOverEffect::Explain),
             },
-            (State::Offering, Input::Offered(answer)) => {
-                (State::Sending(answer), Effect::Send(answer))
+            (State::Offering, HandOverInput::Offered(answer)) => {
+                (State::Sending(answer), HandOverEffect::Send(answer))
             }
-            (State::Sending(Answer::Serving), Input::Done) => return Effect::End(End::Continues),
-            (State::Sending(answer), Input::Done) => (State::Sent, Effect::Await(answer)),
-            (State::Sent, Input::Line(SERVING)) => (State::Releasing, Effect::Release),
-            (State::Sent, Input::Line(_)) => return Effect::End(End::Unexpected),
-            (State::Releasing, Input::Released { own }) => (State::Leaving, Effect::Leave { own }),
-            (State::Leaving, _) => return Effect::End(End::TakenOver),
-            (State::Refusing, Input::Done) => return Effect::End(End::OtherVersion),
-            (State::Asked | State::Refusing | State::Offering | State::Sending(_), Input::Gone) => {
-                return Effect::End(End::Gone);
+            (State::Sending(Answer::Serving), HandOverInput::Done) => {
+                return HandOverEffect::End(End::Continues);
             }
-            _ => return Effect::End(End::Failed),
+            (State::Sending(answer), HandOverInput::Done) => {
+                (State::Sent, HandOverEffect::Await(answer))
+            }
+            (State::Sent, HandOverInput::Line(SERVING)) => {
+                (State::Releasing, HandOverEffect::Release)
+            }
+            (State::Sent, HandOverInput::Line(_)) => return HandOverEffect::End(End::Unexpected),
+            (State::Releasing, HandOverInput::Released { own }) => {
+                (State::Leaving, HandOverEffect::Leave { own })
+            }
+            (State::Leaving, _) => return HandOverEffect::End(End::TakenOver),
+            (State::Refusing, HandOverInput::Done) => {
+                return HandOverEffect::End(End::OtherVersion);
+            }
+            (
+                State::Asked | State::Refusing | State::Offering | State::Sending(_),
+                HandOverInput::Gone,
+            ) => {
+                return HandOverEffect::End(End::Gone);
+            }
+            _ => return HandOverEffect::End(End::Failed),
         };
         self.0 = next;
         effect
@@ -151,11 +164,11 @@ pub fn offer(drains: bool, request: Request) -> Offered {
 mod tests {
     use super::super::messages::{REQUEST, REQUEST_IF_DRAINING};
     use super::*;
-    use Input::{Done, Failed, Gone, Line, Offered, Released};
+    use HandOverInput::{Done, Failed, Gone, Line, Offered, Released};
 
-    fn run(inputs: &[Input<'_>]) -> Vec<Effect> {
+    fn run(inputs: &[HandOverInput<'_>]) -> Vec<HandOverEffect> {
         let (mut machine, first) = HandOver::new();
-        assert_eq!(first, Effect::ReadRequest);
+        assert_eq!(first, HandOverEffect::ReadRequest);
         inputs.iter().map(|&input| machine.step(input)).collect()
     }
 
@@ -170,12 +183,12 @@ mod tests {
                 let inputs =
                     [Line(line), Offered(answer), Done, Line(SERVING), Released { own }, Failed];
                 let expected = [
-                    Effect::Offer(request),
-                    Effect::Send(answer),
-                    Effect::Await(answer),
-                    Effect::Release,
-                    Effect::Leave { own },
-                    Effect::End(End::TakenOver),
+                    HandOverEffect::Offer(request),
+                    HandOverEffect::Send(answer),
+                    HandOverEffect::Await(answer),
+                    HandOverEffect::Release,
+                    HandOverEffect::Leave { own },
+                    HandOverEffect::End(End::TakenOver),
                 ];
                 assert_eq!(run(&inputs), expected, "{answer:?}");
             }
@@ -184,7 +197,7 @@ mod tests {
 
     #[test]
     fn exchange_ends_at_each_step_as_documented() {
-        let asked: &[Input<'_>] = &[];
+        let asked: &[HandOverInput<'_>] = &[];
         let offering = &[Line(REQUEST)];
         let sending = &[Line(REQUEST), Offered(Answer::Sockets(1))];
         let sent = &[Line(REQUEST), Offered(Answer::Sockets(1)), Done];
@@ -209,7 +222,7 @@ mod tests {
         ] {
             let inputs = [before, &[input]].concat();
             let last = run(&inputs).pop();
-            assert_eq!(last, Some(Effect::End(end)), "{before:?} {input:?}");
+            assert_eq!(last, Some(HandOverEffect::End(end)), "{before:?} {input:?}");
         }
     }
 

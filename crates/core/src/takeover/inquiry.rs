@@ -21,30 +21,30 @@ pub const ENDING_POLL: Duration = Duration::from_millis(100);
 
 /// What the shell reports. A process id is `None` if the process runs in another PID namespace.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Input {
-    /// [`Effect::Connect`]: there is no socket file, or that of a process that has ended.
+pub enum InquiryInput {
+    /// [`InquiryEffect::Connect`]: there is no socket file, or that of a process that has ended.
     NoListener,
-    /// [`Effect::Connect`]: the accept queue is full.
+    /// [`InquiryEffect::Connect`]: the accept queue is full.
     QueueFull,
-    /// [`Effect::Connect`] has failed for another reason.
+    /// [`InquiryEffect::Connect`] has failed for another reason.
     ConnectFailed,
-    /// [`Effect::Connect`]: connected to this process.
+    /// [`InquiryEffect::Connect`]: connected to this process.
     Connected(Option<i32>),
-    /// [`Effect::Pause`] is over.
+    /// [`InquiryEffect::Pause`] is over.
     Continue,
-    /// [`Effect::Ask`]: the process has answered.
+    /// [`InquiryEffect::Ask`]: the process has answered.
     Answered,
-    /// [`Effect::Ask`]: the process has not answered in time.
+    /// [`InquiryEffect::Ask`]: the process has not answered in time.
     Late,
-    /// [`Effect::Ask`]: the process has closed the connection before its answer.
+    /// [`InquiryEffect::Ask`]: the process has closed the connection before its answer.
     Closed,
-    /// [`Effect::Ask`] has failed for another reason.
+    /// [`InquiryEffect::Ask`] has failed for another reason.
     AskFailed,
 }
 
 /// What the shell does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Effect {
+pub enum InquiryEffect {
     /// Connect to the takeover socket.
     Connect,
     /// Wait.
@@ -73,28 +73,28 @@ pub struct Inquiry {
 }
 
 impl Inquiry {
-    /// Decides what follows an input. The first effect is [`Effect::Connect`].
-    pub fn step(&mut self, input: Input, now: Instant) -> Effect {
+    /// Decides what follows an input. The first effect is [`InquiryEffect::Connect`].
+    pub fn step(&mut self, input: InquiryInput, now: Instant) -> InquiryEffect {
         match input {
-            Input::NoListener => Effect::Nothing,
-            Input::QueueFull | Input::Late => Effect::Silent,
-            Input::ConnectFailed | Input::AskFailed => Effect::Fail,
-            Input::Continue => Effect::Connect,
-            Input::Answered => Effect::Answer,
-            Input::Closed => {
+            InquiryInput::NoListener => InquiryEffect::Nothing,
+            InquiryInput::QueueFull | InquiryInput::Late => InquiryEffect::Silent,
+            InquiryInput::ConnectFailed | InquiryInput::AskFailed => InquiryEffect::Fail,
+            InquiryInput::Continue => InquiryEffect::Connect,
+            InquiryInput::Answered => InquiryEffect::Answer,
+            InquiryInput::Closed => {
                 self.closed = Some((self.process, now));
-                Effect::Connect
+                InquiryEffect::Connect
             }
-            Input::Connected(process) => {
+            InquiryInput::Connected(process) => {
                 self.process = process;
                 match self.closed {
                     // Another process has replaced the one that has closed the connection.
-                    Some((closed_by, _)) if closed_by != process => Effect::Ask,
+                    Some((closed_by, _)) if closed_by != process => InquiryEffect::Ask,
                     Some((_, at)) if now.saturating_duration_since(at) >= ENDING => {
-                        Effect::FailClosed
+                        InquiryEffect::FailClosed
                     }
-                    Some(_) => Effect::Pause(ENDING_POLL),
-                    None => Effect::Ask,
+                    Some(_) => InquiryEffect::Pause(ENDING_POLL),
+                    None => InquiryEffect::Ask,
                 }
             }
         }
@@ -114,16 +114,16 @@ mod tests {
     fn first_connection_is_followed_by_the_effect_of_the_table() {
         let now = Instant::now();
         for (input, effect) in [
-            (Input::NoListener, Effect::Nothing),
-            (Input::QueueFull, Effect::Silent),
-            (Input::ConnectFailed, Effect::Fail),
-            (Input::Connected(Some(7)), Effect::Ask),
-            (Input::Connected(None), Effect::Ask),
-            (Input::Continue, Effect::Connect),
-            (Input::Answered, Effect::Answer),
-            (Input::Late, Effect::Silent),
-            (Input::Closed, Effect::Connect),
-            (Input::AskFailed, Effect::Fail),
+            (InquiryInput::NoListener, InquiryEffect::Nothing),
+            (InquiryInput::QueueFull, InquiryEffect::Silent),
+            (InquiryInput::ConnectFailed, InquiryEffect::Fail),
+            (InquiryInput::Connected(Some(7)), InquiryEffect::Ask),
+            (InquiryInput::Connected(None), InquiryEffect::Ask),
+            (InquiryInput::Continue, InquiryEffect::Connect),
+            (InquiryInput::Answered, InquiryEffect::Answer),
+            (InquiryInput::Late, InquiryEffect::Silent),
+            (InquiryInput::Closed, InquiryEffect::Connect),
+            (InquiryInput::AskFailed, InquiryEffect::Fail),
         ] {
             assert_eq!(Inquiry::default().step(input, now), effect, "{input:?}");
         }
@@ -134,17 +134,21 @@ mod tests {
         let begin = Instant::now();
         for process in [Some(7), None] {
             let mut inquiry = Inquiry::default();
-            assert_eq!(inquiry.step(Input::Connected(process), begin), Effect::Ask);
-            assert_eq!(inquiry.step(Input::Closed, begin), Effect::Connect);
+            assert_eq!(inquiry.step(InquiryInput::Connected(process), begin), InquiryEffect::Ask);
+            assert_eq!(inquiry.step(InquiryInput::Closed, begin), InquiryEffect::Connect);
             for (ms, effect) in [
-                (0, Effect::Pause(ENDING_POLL)),
-                (299, Effect::Pause(ENDING_POLL)),
-                (300, Effect::FailClosed),
+                (0, InquiryEffect::Pause(ENDING_POLL)),
+                (299, InquiryEffect::Pause(ENDING_POLL)),
+                (300, InquiryEffect::FailClosed),
             ] {
                 let now = begin + Duration::from_millis(ms);
-                assert_eq!(inquiry.step(Input::Connected(process), now), effect, "{ms} ms");
+                assert_eq!(inquiry.step(InquiryInput::Connected(process), now), effect, "{ms} ms");
             }
-            assert_eq!(inquiry.step(Input::Connected(Some(8)), begin), Effect::Ask, "another one");
+            assert_eq!(
+                inquiry.step(InquiryInput::Connected(Some(8)), begin),
+                InquiryEffect::Ask,
+                "another one"
+            );
             assert_eq!(inquiry.process(), Some(8));
         }
     }

@@ -70,18 +70,18 @@ pub enum Bound {
 
 /// What the shell reports.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Input {
-    /// [`Effect::Bind`] has ended.
+pub enum StartInput {
+    /// [`StartEffect::Bind`] has ended.
     Bound(Bound),
-    /// [`Effect::Ask`] has ended.
+    /// [`StartEffect::Ask`] has ended.
     Found(Found),
-    /// [`Effect::Pause`] or [`Effect::BeginAlone`] is over.
+    /// [`StartEffect::Pause`] or [`StartEffect::BeginAlone`] is over.
     Continue,
 }
 
 /// What the shell does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Effect {
+pub enum StartEffect {
     /// Ask the process that serves the takeover socket.
     Ask(Request),
     /// Log that there is no process to take over from.
@@ -96,7 +96,7 @@ pub enum Effect {
     /// Start with the bound sockets.
     Start(StartMode),
     /// Fail.
-    Fail(Failure),
+    Fail(StartFailure),
 }
 
 /// How a process starts.
@@ -114,7 +114,7 @@ pub enum StartMode {
 
 /// The error of a start that has failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Failure {
+pub enum StartFailure {
     /// That of the last bind.
     Bind,
     /// That of the question.
@@ -143,68 +143,71 @@ pub struct Start {
 
 impl Start {
     /// A start of `run` (`IfDraining`) or of `run --take-over` (`TakeOver`). `can_ask`: there is a takeover socket.
-    pub fn new(request: Request, can_ask: bool, now: Instant) -> (Self, Effect) {
+    pub fn new(request: Request, can_ask: bool, now: Instant) -> (Self, StartEffect) {
         let asks = can_ask && request == Request::TakeOver;
         let state = if asks { State::Asking } else { State::Bind(StartMode::Alone) };
-        let effect =
-            if asks { Effect::Ask(request) } else { Effect::Bind { admin_may_wait: false } };
+        let effect = if asks {
+            StartEffect::Ask(request)
+        } else {
+            StartEffect::Bind { admin_may_wait: false }
+        };
         (Self { state, request, can_ask, since: now }, effect)
     }
 
     /// Decides what follows an input.
-    pub fn step(&mut self, input: Input, now: Instant) -> Effect {
+    pub fn step(&mut self, input: StartInput, now: Instant) -> StartEffect {
         match input {
-            Input::Continue => self.bind(),
-            Input::Found(found) => self.on_found(found, now),
-            Input::Bound(bound) => self.on_bound(bound, now),
+            StartInput::Continue => self.bind(),
+            StartInput::Found(found) => self.on_found(found, now),
+            StartInput::Bound(bound) => self.on_bound(bound, now),
         }
     }
 
-    fn bind(&self) -> Effect {
+    fn bind(&self) -> StartEffect {
         use StartMode::{Beside, BesideSilent};
         let admin_may_wait = matches!(self.state, State::Bind(Beside | BesideSilent));
-        Effect::Bind { admin_may_wait }
+        StartEffect::Bind { admin_may_wait }
     }
 
     fn enter(&mut self, mode: StartMode, now: Instant) {
         (self.state, self.since) = (State::Bind(mode), now);
     }
 
-    fn on_found(&mut self, found: Found, now: Instant) -> Effect {
+    fn on_found(&mut self, found: Found, now: Instant) -> StartEffect {
         let mode = match (found, self.state) {
             (Found::HandsOver, _) => StartMode::InPlace,
             (Found::Draining, _) => StartMode::Beside,
             (Found::Silent, _) => StartMode::BesideSilent,
-            (Found::Failed, State::Asking) => return Effect::Fail(Failure::Ask),
+            (Found::Failed, State::Asking) => return StartEffect::Fail(StartFailure::Ask),
             (Found::Nothing | Found::Serving, State::Asking) => {
                 self.enter(StartMode::Alone, now);
-                return Effect::BeginAlone;
+                return StartEffect::BeginAlone;
             }
             // The process has not handled its termination signal yet, has ended in the meantime, or has not opened its
             // takeover socket yet.
             (Found::Nothing | Found::Serving, _) if self.is_within(self.limit(), now) => {
-                return Effect::Pause(CLOSING_POLL);
+                return StartEffect::Pause(CLOSING_POLL);
             }
-            (Found::Serving, _) => return Effect::Fail(Failure::Serving),
-            (Found::Nothing | Found::Failed, _) => return Effect::Fail(Failure::Bind),
+            (Found::Serving, _) => return StartEffect::Fail(StartFailure::Serving),
+            (Found::Nothing | Found::Failed, _) => return StartEffect::Fail(StartFailure::Bind),
         };
         self.enter(mode, now);
         self.bind()
     }
 
-    fn on_bound(&self, bound: Bound, now: Instant) -> Effect {
+    fn on_bound(&self, bound: Bound, now: Instant) -> StartEffect {
         let mode = match self.state {
             State::Bind(mode) => mode,
             State::Asking => StartMode::Alone,
         };
         match (bound, mode) {
-            (Bound::Yes, _) => Effect::Start(mode),
-            (Bound::InUse, StartMode::Alone) if self.can_ask => Effect::Ask(self.request),
+            (Bound::Yes, _) => StartEffect::Start(mode),
+            (Bound::InUse, StartMode::Alone) if self.can_ask => StartEffect::Ask(self.request),
             (Bound::InUse, StartMode::Beside) if self.is_within(CLOSING, now) => {
-                Effect::Pause(CLOSING_POLL)
+                StartEffect::Pause(CLOSING_POLL)
             }
-            (Bound::InUse, StartMode::BesideSilent) => Effect::Fail(Failure::Silent),
-            (Bound::InUse | Bound::Failed, _) => Effect::Fail(Failure::Bind),
+            (Bound::InUse, StartMode::BesideSilent) => StartEffect::Fail(StartFailure::Silent),
+            (Bound::InUse | Bound::Failed, _) => StartEffect::Fail(StartFailure::Bind),
         }
     }
 
@@ -237,29 +240,31 @@ mod tests {
     }
 
     /// Executes the effects on a host with this process. Returns the last effect and the milliseconds until then.
-    fn run(request: Request, can_ask: bool, other: Other) -> (Effect, u128) {
+    fn run(request: Request, can_ask: bool, other: Other) -> (StartEffect, u128) {
         let begin = Instant::now();
         let mut now = begin;
         let (mut start, mut effect) = Start::new(request, can_ask, now);
         let mut handed_over = false;
         for _ in 0..1000 {
             let input = match effect {
-                Effect::Ask(request) => {
+                StartEffect::Ask(request) => {
                     let found = (other.found)(request);
                     handed_over = found == Found::HandsOver;
-                    Input::Found(found)
+                    StartInput::Found(found)
                 }
-                Effect::Bind { .. } => {
+                StartEffect::Bind { .. } => {
                     let left = other.leaves_after.map(Duration::from_millis);
                     let is_free = handed_over || left.is_some_and(|left| now - begin >= left);
-                    Input::Bound(if is_free { Bound::Yes } else { Bound::InUse })
+                    StartInput::Bound(if is_free { Bound::Yes } else { Bound::InUse })
                 }
-                Effect::Pause(time) => {
+                StartEffect::Pause(time) => {
                     now += time;
-                    Input::Continue
+                    StartInput::Continue
                 }
-                Effect::BeginAlone => Input::Continue,
-                Effect::Start(_) | Effect::Fail(_) => return (effect, (now - begin).as_millis()),
+                StartEffect::BeginAlone => StartInput::Continue,
+                StartEffect::Start(_) | StartEffect::Fail(_) => {
+                    return (effect, (now - begin).as_millis());
+                }
             };
             effect = start.step(input, now);
         }
@@ -269,7 +274,7 @@ mod tests {
     /// The first table of the module.
     #[test]
     fn process_starts_or_fails_as_documented() {
-        use Effect::{Fail, Start};
+        use StartEffect::{Fail, Start};
         let none = |_| Found::Nothing;
         let serves = |request| match request {
             TakeOver => Found::HandsOver,
@@ -280,18 +285,18 @@ mod tests {
         let failed = |_| Found::Failed;
         let at_once = Some(0);
         // What another process answers, when its addresses are free; expected of `run` and of `run --take-over`.
-        let table: [(Answers, Option<u64>, Effect, Effect); 11] = [
+        let table: [(Answers, Option<u64>, StartEffect, StartEffect); 11] = [
             (none, at_once, Start(StartMode::Alone), Start(StartMode::Alone)),
             (none, Some(400), Start(StartMode::Alone), Start(StartMode::Alone)),
-            (none, Some(1900), Fail(Failure::Bind), Start(StartMode::Alone)),
-            (none, None, Fail(Failure::Bind), Fail(Failure::Bind)),
-            (serves, None, Fail(Failure::Serving), Start(StartMode::InPlace)),
+            (none, Some(1900), Fail(StartFailure::Bind), Start(StartMode::Alone)),
+            (none, None, Fail(StartFailure::Bind), Fail(StartFailure::Bind)),
+            (serves, None, Fail(StartFailure::Serving), Start(StartMode::InPlace)),
             (serves, Some(400), Start(StartMode::Alone), Start(StartMode::InPlace)),
             (drains, Some(400), Start(StartMode::Beside), Start(StartMode::Beside)),
-            (drains, None, Fail(Failure::Bind), Fail(Failure::Bind)),
+            (drains, None, Fail(StartFailure::Bind), Fail(StartFailure::Bind)),
             (silent, at_once, Start(StartMode::Alone), Start(StartMode::BesideSilent)),
-            (silent, None, Fail(Failure::Silent), Fail(Failure::Silent)),
-            (failed, None, Fail(Failure::Bind), Fail(Failure::Ask)),
+            (silent, None, Fail(StartFailure::Silent), Fail(StartFailure::Silent)),
+            (failed, None, Fail(StartFailure::Bind), Fail(StartFailure::Ask)),
         ];
         for (at, (found, leaves_after, plain, take_over)) in table.into_iter().enumerate() {
             let other = Other { found, leaves_after };
@@ -300,7 +305,7 @@ mod tests {
         }
         for request in Request::ALL {
             let other = Other { found: serves, leaves_after: None };
-            assert_eq!(run(request, false, other), (Fail(Failure::Bind), 0), "no state_dir");
+            assert_eq!(run(request, false, other), (Fail(StartFailure::Bind), 0), "no state_dir");
         }
     }
 
@@ -326,13 +331,13 @@ mod tests {
             [(Found::HandsOver, false), (Found::Draining, true), (Found::Silent, true)]
         {
             let (mut start, effect) = Start::new(IfDraining, true, now);
-            assert_eq!(effect, Effect::Bind { admin_may_wait: false });
-            let ask = start.step(Input::Bound(Bound::InUse), now);
-            assert_eq!(ask, Effect::Ask(IfDraining));
-            let bind = start.step(Input::Found(found), now);
-            assert_eq!(bind, Effect::Bind { admin_may_wait }, "{found:?}");
-            let failed = start.step(Input::Bound(Bound::Failed), now);
-            assert_eq!(failed, Effect::Fail(Failure::Bind), "{found:?}");
+            assert_eq!(effect, StartEffect::Bind { admin_may_wait: false });
+            let ask = start.step(StartInput::Bound(Bound::InUse), now);
+            assert_eq!(ask, StartEffect::Ask(IfDraining));
+            let bind = start.step(StartInput::Found(found), now);
+            assert_eq!(bind, StartEffect::Bind { admin_may_wait }, "{found:?}");
+            let failed = start.step(StartInput::Bound(Bound::Failed), now);
+            assert_eq!(failed, StartEffect::Fail(StartFailure::Bind), "{found:?}");
         }
     }
 }

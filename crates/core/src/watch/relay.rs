@@ -8,7 +8,7 @@ use super::codec::event::{Event, EventType};
 use super::codec::frame::{FrameSplitter, Piece};
 use super::codec::{Encoding, parse, version};
 use super::request::WatchRequest;
-use super::session::{Effect, Input, Session};
+use super::session::{Session, SessionEffect, SessionInput};
 use crate::admission::ByteAccount;
 use crate::credential_class::ClientRank;
 use bytes::Bytes;
@@ -29,9 +29,9 @@ pub struct PushResult {
     /// Bytes of the chunk that are not sent to the client now. The caller releases their flow-control
     /// window at once; otherwise a frame larger than the window would never arrive.
     pub absorbed: usize,
-    /// [`Effect::None`]: continue with the next chunk. Any other effect: reset the stream.
-    pub effect: Effect,
-    /// The ERROR event, if the effect is [`Effect::Withhold`].
+    /// [`SessionEffect::None`]: continue with the next chunk. Any other effect: reset the stream.
+    pub effect: SessionEffect,
+    /// The ERROR event, if the effect is [`SessionEffect::Withhold`].
     pub error_event: Option<Bytes>,
     /// The versions that the chunk has shown.
     pub versions: ChunkVersions,
@@ -49,13 +49,13 @@ pub struct ChunkVersions {
 }
 
 impl ChunkVersions {
-    fn record(&mut self, event: Option<Event<'_>>, effect: Effect) {
+    fn record(&mut self, event: Option<Event<'_>>, effect: SessionEffect) {
         let version = event.and_then(|event| version::as_u64(event.version?)).unwrap_or(0);
         let is_bookmark = event.is_some_and(|event| event.event_type == EventType::Bookmark);
         match effect {
-            Effect::Forward if is_bookmark => self.bookmarks = self.bookmarks.max(version),
-            Effect::Forward => self.objects = self.objects.max(version),
-            Effect::Swallow => {}
+            SessionEffect::Forward if is_bookmark => self.bookmarks = self.bookmarks.max(version),
+            SessionEffect::Forward => self.objects = self.objects.max(version),
+            SessionEffect::Swallow => {}
             _ => return,
         }
         self.shown = self.shown.max(version);
@@ -115,15 +115,15 @@ impl Relay {
             let (len, buffered, effect) = match self.splitter.split(&chunk[at..]) {
                 Piece::Whole(len) => {
                     let event = parse(self.encoding, &chunk[at..at + len]);
-                    let effect = self.session.step(Input::Frame(event), now);
+                    let effect = self.session.step(SessionInput::Frame(event), now);
                     versions.record(event, effect);
                     (len, Bytes::new(), effect)
                 }
                 Piece::Completed(len, frame) => {
                     let event = parse(self.encoding, &frame);
-                    let effect = self.session.step(Input::Frame(event), now);
+                    let effect = self.session.step(SessionInput::Frame(event), now);
                     versions.record(event, effect);
-                    if effect == Effect::Forward {
+                    if effect == SessionEffect::Forward {
                         flush(chunk, &mut run, &mut out);
                         out(frame);
                         at += len;
@@ -133,17 +133,17 @@ impl Relay {
                     (len, frame, effect)
                 }
                 Piece::Oversized { buffered, len, begins, ends } => {
-                    let piece = Input::OversizedPiece { begins, ends };
+                    let piece = SessionInput::OversizedPiece { begins, ends };
                     (len, buffered, self.session.step(piece, now))
                 }
-                Piece::Whitespace(len) => (len, Bytes::new(), Effect::Forward),
+                Piece::Whitespace(len) => (len, Bytes::new(), SessionEffect::Forward),
                 Piece::Buffered => {
                     absorbed += chunk.len() - at;
                     break;
                 }
             };
             match effect {
-                Effect::Forward => {
+                SessionEffect::Forward => {
                     if !buffered.is_empty() {
                         flush(chunk, &mut run, &mut out);
                         out(buffered);
@@ -153,13 +153,13 @@ impl Relay {
                     }
                     run.end = at + len;
                 }
-                Effect::Swallow | Effect::Discard => {
+                SessionEffect::Swallow | SessionEffect::Discard => {
                     flush(chunk, &mut run, &mut out);
                     absorbed += len;
                 }
                 effect => {
                     flush(chunk, &mut run, &mut out);
-                    let error_event = (effect == Effect::Withhold).then(|| {
+                    let error_event = (effect == SessionEffect::Withhold).then(|| {
                         // Copied, because it may be held for long, and would keep the buffer that it was read into.
                         if buffered.is_empty() {
                             Bytes::copy_from_slice(&chunk[at..at + len])
@@ -179,26 +179,26 @@ impl Relay {
             at += len;
         }
         flush(chunk, &mut run, &mut out);
-        PushResult { absorbed, effect: Effect::None, error_event: None, versions }
+        PushResult { absorbed, effect: SessionEffect::None, error_event: None, versions }
     }
 
     /// Called when the server has ended the stream. Returns the buffered part of an incomplete frame, which
     /// the client receives too.
     pub fn server_ended(&mut self, now: Instant) -> Bytes {
-        self.session.step(Input::ServerEnded, now);
+        self.session.step(SessionInput::ServerEnded, now);
         self.splitter.reset()
     }
 
     /// Called when the stream was lost. Drops the buffered part of an incomplete frame.
-    pub fn stream_lost(&mut self, quiet: bool, now: Instant) -> Effect {
+    pub fn stream_lost(&mut self, quiet: bool, now: Instant) -> SessionEffect {
         self.splitter.reset();
-        self.session.step(Input::StreamLost { quiet }, now)
+        self.session.step(SessionInput::StreamLost { quiet }, now)
     }
 
     /// Called when etcd was restored from a backup. Drops the buffered part of an incomplete frame.
-    pub fn history_lost(&mut self, error_event: Bytes, now: Instant) -> Effect {
+    pub fn history_lost(&mut self, error_event: Bytes, now: Instant) -> SessionEffect {
         self.splitter.reset();
-        self.session.step(Input::HistoryLost { error_event }, now)
+        self.session.step(SessionInput::HistoryLost { error_event }, now)
     }
 
     /// The encoding of the watch.
@@ -210,7 +210,7 @@ impl Relay {
     /// the new stream sends that frame again.
     pub fn move_ended(&mut self, now: Instant) {
         self.splitter.reset();
-        self.session.step(Input::MoveEnded { moved: true }, now);
+        self.session.step(SessionInput::MoveEnded { moved: true }, now);
     }
 
     /// Whether the first chunk of a stream begins with an ERROR event, with which its server refuses the

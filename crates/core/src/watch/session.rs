@@ -1,6 +1,6 @@
 //! The state machine of one watch. It decides on each frame, and on the watch when its stream is lost. It is
-//! pure: no I/O, no clock, no randomness. [`Session::step`] takes an [`Input`] and the time, and returns the
-//! [`Effect`] that the response body executes.
+//! pure: no I/O, no clock, no randomness. [`Session::step`] takes a [`SessionInput`] and the time, and returns the
+//! [`SessionEffect`] that the response body executes.
 //!
 //! The *cursor* is the resource version of the last event that the client has received, or of a later
 //! bookmark. Initial events arrive in no order, so a watch has no cursor until they are complete. Events whose objects
@@ -132,7 +132,9 @@ use crate::pool::EndpointKey;
 use bytes::Bytes;
 use std::time::{Duration, Instant};
 
-pub use self::input::{AttemptResult, Effect, Ending, Exclusion, Input, MoveReason, NotResumable};
+pub use self::input::{
+    AttemptResult, Ending, Exclusion, MoveReason, NotResumable, SessionEffect, SessionInput,
+};
 pub use self::leave::{
     AfterSearch, FIRST_FRAME_TIMEOUT, Leave, LeaveReason, SEARCH_TIMEOUT, Searches, offered_move,
 };
@@ -171,42 +173,42 @@ impl Session {
     }
 
     /// Processes one input. What happens to frames and pieces of frames does not depend on the time.
-    pub fn step(&mut self, input: Input<'_>, now: Instant) -> Effect {
+    pub fn step(&mut self, input: SessionInput<'_>, now: Instant) -> SessionEffect {
         let effect = match input {
-            Input::Frame(frame) => self.on_frame(frame, now),
-            Input::OversizedPiece { begins, ends } => {
+            SessionInput::Frame(frame) => self.on_frame(frame, now),
+            SessionInput::OversizedPiece { begins, ends } => {
                 self.mid_frame = !ends;
                 self.state.on_oversized_piece(begins, &self.request)
             }
-            Input::ServerEnded => {
+            SessionInput::ServerEnded => {
                 self.state = State::Ended { error_event: None };
-                Effect::None
+                SessionEffect::None
             }
-            Input::GroupUnordered => {
+            SessionInput::GroupUnordered => {
                 self.state.on_group_unordered();
-                Effect::None
+                SessionEffect::None
             }
-            Input::StreamLost { quiet } => {
+            SessionInput::StreamLost { quiet } => {
                 self.forget_round(now);
                 match self.begin_round(now, |recent| ResumeRound::begin(now, recent, quiet)) {
                     Ok(()) => self.next_attempt(now, Duration::ZERO),
                     Err(reason) => self.end(reason),
                 }
             }
-            Input::Rejected { error_event, endpoint, endpoints } => {
+            SessionInput::Rejected { error_event, endpoint, endpoints } => {
                 self.on_rejected(error_event, endpoint, endpoints, now)
             }
-            Input::Accepted => self.on_accepted(),
-            Input::AttemptFailed { result, endpoint, endpoints } => {
+            SessionInput::Accepted => self.on_accepted(),
+            SessionInput::AttemptFailed { result, endpoint, endpoints } => {
                 self.on_attempt_failed(result, endpoint, endpoints, now)
             }
-            Input::OutageEnded { held } => self.on_outage_ended(held, now),
-            Input::MoveStarted(reason) => self.on_move_started(reason, now),
-            Input::MoveEnded { moved } => self.on_move_ended(moved, now),
-            Input::Stop(reason) => self.stop(reason, now),
-            Input::HistoryLost { error_event } => self.on_history_lost(error_event),
+            SessionInput::OutageEnded { held } => self.on_outage_ended(held, now),
+            SessionInput::MoveStarted(reason) => self.on_move_started(reason, now),
+            SessionInput::MoveEnded { moved } => self.on_move_ended(moved, now),
+            SessionInput::Stop(reason) => self.stop(reason, now),
+            SessionInput::HistoryLost { error_event } => self.on_history_lost(error_event),
         };
-        if let Effect::End(ending, _) = effect
+        if let SessionEffect::End(ending, _) = effect
             && ending != Ending::Withheld
         {
             self.state = State::Ended { error_event: None };
@@ -222,9 +224,9 @@ impl Session {
         self.exclusions.take_if(|exclusions| !exclusions.forget_round(now));
     }
 
-    fn on_frame(&mut self, frame: Option<Event<'_>>, now: Instant) -> Effect {
+    fn on_frame(&mut self, frame: Option<Event<'_>>, now: Instant) -> SessionEffect {
         let effect = self.state.on_frame(frame, self.cursor_shown, &self.request, now);
-        if matches!(effect, Effect::Forward | Effect::Swallow) {
+        if matches!(effect, SessionEffect::Forward | SessionEffect::Swallow) {
             self.cursor_shown |= matches!(self.state, State::Ordered(_));
         }
         effect
@@ -252,7 +254,7 @@ impl Session {
         endpoint: EndpointKey,
         endpoints: &[EndpointCondition],
         now: Instant,
-    ) -> Effect {
+    ) -> SessionEffect {
         if let Some(error_event) = error_event {
             let withheld = error_event.clone();
             let begin = |recent| ResumeRound::begin_withholding(now, recent, withheld);
@@ -268,7 +270,7 @@ impl Session {
         self.on_attempt_failed(AttemptResult::ErrorEvent, Some(endpoint), endpoints, now)
     }
 
-    fn on_accepted(&mut self) -> Effect {
+    fn on_accepted(&mut self) -> SessionEffect {
         if !matches!(self.state, State::Resuming { .. }) {
             return self.impossible("Accepted");
         }
@@ -279,7 +281,7 @@ impl Session {
             State::Resuming { cursor: None, round } => State::first(&self.request, Some(round)),
             other => other,
         });
-        Effect::None
+        SessionEffect::None
     }
 
     fn on_attempt_failed(
@@ -288,14 +290,14 @@ impl Session {
         endpoint: Option<EndpointKey>,
         endpoints: &[EndpointCondition],
         now: Instant,
-    ) -> Effect {
+    ) -> SessionEffect {
         let State::Resuming { round, .. } = &self.state else {
             return self.impossible("AttemptFailed");
         };
         let withholds_error = round.withholds_error();
         if result == (AttemptResult::NoHead { outage: true }) && !withholds_error {
             self.forget_round(now);
-            return Effect::Hold;
+            return SessionEffect::Hold;
         }
         let exclusions = self.exclusions.get_or_insert_default();
         exclusions.record(result, endpoint, withholds_error, now);
@@ -328,38 +330,38 @@ impl Session {
     }
 
     /// Requests the next attempt of the round, at the earliest after `pause`.
-    fn next_attempt(&mut self, now: Instant, pause: Duration) -> Effect {
+    fn next_attempt(&mut self, now: Instant, pause: Duration) -> SessionEffect {
         if let State::Resuming { round, .. } = &mut self.state
             && let Some(max_jitter) = round.start_attempt(now)
             && pause <= round.max_pause()
         {
-            return Effect::Request { max_jitter, pause };
+            return SessionEffect::Request { max_jitter, pause };
         }
         self.stop(NotResumable::GaveUp, now)
     }
 
-    fn on_outage_ended(&mut self, held: Duration, now: Instant) -> Effect {
+    fn on_outage_ended(&mut self, held: Duration, now: Instant) -> SessionEffect {
         if self.is_late(now) {
-            return Effect::HoldUntilDeadline;
+            return SessionEffect::HoldUntilDeadline;
         }
         let State::Resuming { round, .. } = &mut self.state else {
             return self.impossible("OutageEnded");
         };
         let quiet = round.is_quiet();
         **round = ResumeRound::begin(now, 0, quiet);
-        Effect::Request { max_jitter: max_outage_jitter(held, quiet), pause: Duration::ZERO }
+        SessionEffect::Request { max_jitter: max_outage_jitter(held, quiet), pause: Duration::ZERO }
     }
 
-    fn on_move_started(&mut self, reason: MoveReason, now: Instant) -> Effect {
+    fn on_move_started(&mut self, reason: MoveReason, now: Instant) -> SessionEffect {
         self.limiter.get_or_insert_default().count_move(reason, now);
         self.state.update(|state| match state {
             State::Ordered(watch) => State::Moving(watch),
             other => other,
         });
-        Effect::None
+        SessionEffect::None
     }
 
-    fn on_move_ended(&mut self, moved: bool, now: Instant) -> Effect {
+    fn on_move_ended(&mut self, moved: bool, now: Instant) -> SessionEffect {
         if moved {
             self.forget_round(now);
         }
@@ -371,12 +373,12 @@ impl Session {
             State::Moving(watch) => State::Ordered(watch),
             other => other,
         });
-        Effect::None
+        SessionEffect::None
     }
 
-    fn stop(&mut self, reason: NotResumable, now: Instant) -> Effect {
+    fn stop(&mut self, reason: NotResumable, now: Instant) -> SessionEffect {
         if let State::Ordered(_) = self.state {
-            return Effect::End(self.ending_by_choice(now), reason);
+            return SessionEffect::End(self.ending_by_choice(now), reason);
         }
         let withheld = match &mut self.state {
             State::Resuming { round, .. } => round.take_withheld_error(),
@@ -390,27 +392,27 @@ impl Session {
     }
 
     /// The event is for a client that has a whole number of frames and waits for events after a version.
-    fn on_history_lost(&mut self, error_event: Bytes) -> Effect {
+    fn on_history_lost(&mut self, error_event: Bytes) -> SessionEffect {
         let reason = NotResumable::HistoryLost;
         match self.ending() {
             Ending::Clean => self.end_withheld(reason, Some(error_event)),
-            ending => Effect::End(ending, reason),
+            ending => SessionEffect::End(ending, reason),
         }
     }
 
     /// A defect, after which the watch could wait forever.
     #[cold]
-    fn impossible(&self, input: &str) -> Effect {
+    fn impossible(&self, input: &str) -> SessionEffect {
         debug_assert!(false, "input {input} in state {:?}", self.state);
         self.end(NotResumable::InternalError)
     }
 
-    fn end(&self, reason: NotResumable) -> Effect {
-        Effect::End(self.ending(), reason)
+    fn end(&self, reason: NotResumable) -> SessionEffect {
+        SessionEffect::End(self.ending(), reason)
     }
 
-    fn end_withheld(&mut self, reason: NotResumable, error_event: Option<Bytes>) -> Effect {
+    fn end_withheld(&mut self, reason: NotResumable, error_event: Option<Bytes>) -> SessionEffect {
         self.state = State::Ended { error_event };
-        Effect::End(Ending::Withheld, reason)
+        SessionEffect::End(Ending::Withheld, reason)
     }
 }

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use futures_util::future::{LocalBoxFuture, OptionFuture};
 use http::Request;
 use jackstay_core::request::status_error::StatusError;
-use jackstay_core::watch::session::{Input, NotResumable, Session, no_connection_pause};
+use jackstay_core::watch::session::{NotResumable, Session, SessionInput, no_connection_pause};
 use jackstay_sys::clock;
 use tokio::time::{sleep, sleep_until, timeout_at};
 
@@ -30,7 +30,7 @@ pub(super) type ResumeAttempt = LocalBoxFuture<'static, Option<Result<Response, 
 pub(super) type MoveAttempt = LocalBoxFuture<'static, Result<Response, String>>;
 
 /// The wait of a held watch. It returns the input for the session, and the reason for the log.
-pub(super) type Hold = LocalBoxFuture<'static, (Input<'static>, &'static str)>;
+pub(super) type Hold = LocalBoxFuture<'static, (SessionInput<'static>, &'static str)>;
 
 /// Why an attempt received no response head.
 pub(super) struct AttemptError {
@@ -154,13 +154,13 @@ pub(super) fn hold(
     Box::pin(async move {
         tokio::select! {
             held = outage_ended(&upstream, &class), if until_reachable => {
-                (Input::OutageEnded { held }, "an apiserver can be reached")
+                (SessionInput::OutageEnded { held }, "an apiserver can be reached")
             }
             Some(()) = OptionFuture::from(deadline.map(|at| sleep_until(at.into()))) => {
                 let cause = "the deadline passed while no apiserver could be reached";
-                (Input::Stop(NotResumable::Expired), cause)
+                (SessionInput::Stop(NotResumable::Expired), cause)
             }
-            () = drain.staggered_end() => (Input::Stop(NotResumable::Shutdown), "shutdown"),
+            () = drain.staggered_end() => (SessionInput::Stop(NotResumable::Shutdown), "shutdown"),
         }
     })
 }

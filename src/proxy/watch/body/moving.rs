@@ -16,7 +16,7 @@ use jackstay_core::admission::ByteAccount;
 use jackstay_core::watch::gzip::{ContentCoding, GzipDecoder, GzipError};
 use jackstay_core::watch::relay::Relay;
 use jackstay_core::watch::session::{
-    AfterSearch, FIRST_FRAME_TIMEOUT, Input, LeaveReason, MoveReason, Session, offered_move,
+    AfterSearch, FIRST_FRAME_TIMEOUT, LeaveReason, MoveReason, Session, SessionInput, offered_move,
 };
 use jackstay_sys::clock;
 use tokio::time::timeout;
@@ -56,9 +56,9 @@ impl WatchBody {
     /// Requests the new stream. A missing permit counts as a failed attempt.
     fn start_move(&mut self, permit: Option<Permit>, reason: MoveReason) {
         let now = clock::now();
-        self.relay.session_mut().step(Input::MoveStarted(reason), now);
+        self.relay.session_mut().step(SessionInput::MoveStarted(reason), now);
         let Some(permit) = permit else {
-            self.relay.session_mut().step(Input::MoveEnded { moved: false }, now);
+            self.relay.session_mut().step(SessionInput::MoveEnded { moved: false }, now);
             return;
         };
         let session = self.relay.session();
@@ -86,7 +86,7 @@ impl WatchBody {
             Err(cause) => {
                 self.context.upstream.metrics.watch_resumed("not_moved");
                 tracing::debug!(reason = cause, "watch not moved");
-                let stays = Input::MoveEnded { moved: false };
+                let stays = SessionInput::MoveEnded { moved: false };
                 self.relay.session_mut().step(stays, clock::now());
                 if old.permit.connection().should_drain() {
                     old.search_stream_later(&self.context, self.relay.session());

@@ -33,7 +33,7 @@ impl Setup {
     }
 
     /// Runs checks every 50 ms for `time` after the next PING, while the kernel answers or not.
-    fn without_pong(&mut self, time: Duration, kernel_answers: bool) -> Vec<Transition> {
+    fn without_pong(&mut self, time: Duration, kernel_answers: bool) -> Vec<ConnectionTransition> {
         self.now = self.now.max(self.connection.wake_at());
         let ping = self.now;
         let mut transitions = Vec::new();
@@ -57,7 +57,7 @@ impl Setup {
             Live => {}
             Suspect => drop(setup.without_pong(ms(200), false)),
             Draining => {
-                let _ = setup.connection.refused(Refusal::GracefulGoaway, setup.now);
+                let _ = setup.connection.refused(H2Refusal::GracefulGoaway, setup.now);
             }
             Unresponsive => drop(setup.without_pong(ms(2100), false)),
             Dead => {
@@ -88,7 +88,7 @@ fn check_row(
     for (state, expected) in ConnectionState::ALL.into_iter().zip(expected) {
         let mut setup = Setup::in_state(state);
         let effects = input(&mut setup);
-        let expected = expected.map(|(to, reason, significance)| Transition {
+        let expected = expected.map(|(to, reason, significance)| ConnectionTransition {
             from: state,
             to,
             reason,
@@ -165,10 +165,10 @@ fn continue_outstanding(setup: &mut Setup) {
 #[test]
 fn refusal_drains_a_connection_in_service() {
     for (refusal, significance) in [
-        (Refusal::GracefulGoaway, ServerShutdown),
-        (Refusal::Goaway, Notable),
-        (Refusal::OwnGoaway, Notable),
-        (Refusal::Failure, Fault),
+        (H2Refusal::GracefulGoaway, ServerShutdown),
+        (H2Refusal::Goaway, Notable),
+        (H2Refusal::OwnGoaway, Notable),
+        (H2Refusal::Failure, Fault),
     ] {
         let input = |setup: &mut Setup| setup.connection.refused(refusal, setup.now);
         let drains = to(Draining, ChangeReason::Error, significance);
@@ -193,15 +193,15 @@ fn goaway_announces_a_shutdown_on_the_connection_of_the_prober_unless_its_end_is
             setup
         };
         let mut setup = new();
-        let refused = setup.connection.refused(Refusal::GracefulGoaway, setup.now);
+        let refused = setup.connection.refused(H2Refusal::GracefulGoaway, setup.now);
         assert_eq!(refused.shutdown_announced, expected, "{is_probe} {end_expected}");
-        let ended = setup.connection.ended(H2End::Closed, Some(Refusal::GracefulGoaway));
+        let ended = setup.connection.ended(H2End::Closed, Some(H2Refusal::GracefulGoaway));
         assert!(!ended.shutdown_announced, "announced once");
         for (end, refusal, announces) in [
-            (H2End::Closed, Some(Refusal::GracefulGoaway), expected),
-            (H2End::Failed, Some(Refusal::Goaway), expected),
-            (H2End::Failed, Some(Refusal::OwnGoaway), false),
-            (H2End::Failed, Some(Refusal::Failure), false),
+            (H2End::Closed, Some(H2Refusal::GracefulGoaway), expected),
+            (H2End::Failed, Some(H2Refusal::Goaway), expected),
+            (H2End::Failed, Some(H2Refusal::OwnGoaway), false),
+            (H2End::Failed, Some(H2Refusal::Failure), false),
             (H2End::Closed, None, false),
         ] {
             let ended = new().connection.ended(end, refusal);
@@ -314,14 +314,14 @@ fn connection_that_takes_no_new_streams_ends_with_its_last_one() {
 #[test]
 fn end_of_h2_is_orderly_if_it_is_finished_or_closed_without_open_streams() {
     use ChangeReason::{ClosedByApiserver, Error};
-    let goaway = Some(Refusal::GracefulGoaway);
+    let goaway = Some(H2Refusal::GracefulGoaway);
     for (end, refusal, with_stream, without) in [
         (H2End::Finished, goaway, (ClosedByApiserver, OrderlyEnd), (ClosedByApiserver, OrderlyEnd)),
         (H2End::Closed, None, (ClosedByApiserver, Fault), (ClosedByApiserver, OrderlyEnd)),
         (H2End::Closed, goaway, (ClosedByApiserver, Fault), (ClosedByApiserver, OrderlyEnd)),
         (H2End::Failed, None, (Error, Fault), (Error, Fault)),
         (H2End::Failed, goaway, (Error, Fault), (ClosedByApiserver, OrderlyEnd)),
-        (H2End::Failed, Some(Refusal::Goaway), (Error, Fault), (Error, Fault)),
+        (H2End::Failed, Some(H2Refusal::Goaway), (Error, Fault), (Error, Fault)),
         (H2End::FrameLimit, goaway, (Error, Fault), (Error, Fault)),
     ] {
         for state in ConnectionState::ALL {

@@ -118,7 +118,8 @@ impl Simulation {
     }
 
     fn record(&mut self, effects: Effects) {
-        let Some(Transition { to, reason: ChangeReason::Health(reason), .. }) = effects.transition
+        let Some(ConnectionTransition { to, reason: ChangeReason::Health(reason), .. }) =
+            effects.transition
         else {
             return assert_eq!(effects.transition, None);
         };

@@ -10,13 +10,13 @@ enum Input {
     Received(usize),
     Pong,
     Check { silent: u64, pending: bool, window_closed: bool, acknowledges: bool },
-    Refused(Refusal),
+    Refused(H2Refusal),
     Drain(DrainReason),
     Close(DrainReason),
     ExpectEnd,
     EndpointDegraded,
     EndIfDue,
-    Ended(H2End, Option<Refusal>),
+    Ended(H2End, Option<H2Refusal>),
     Reserve(bool),
     Opened(usize),
     HeadArrived(usize),
@@ -26,12 +26,12 @@ enum Input {
     Release(usize),
 }
 
-fn refusals() -> impl Strategy<Value = Refusal> {
+fn refusals() -> impl Strategy<Value = H2Refusal> {
     prop::sample::select(vec![
-        Refusal::GracefulGoaway,
-        Refusal::Goaway,
-        Refusal::OwnGoaway,
-        Refusal::Failure,
+        H2Refusal::GracefulGoaway,
+        H2Refusal::Goaway,
+        H2Refusal::OwnGoaway,
+        H2Refusal::Failure,
     ])
 }
 

@@ -9,7 +9,7 @@ use bytes::Bytes;
 use http::response;
 
 use crate::pool::{ConnectionKey, EndpointKey, PreviousFailure};
-use crate::request::retry::{Refusal, Stage};
+use crate::request::retry::{RetryRefusal, Stage};
 use crate::request::status_error::StatusError;
 
 /// A short response that is held back: its head and its whole body.
@@ -17,8 +17,8 @@ pub type HeldResponse = (response::Parts, Bytes);
 
 /// What has happened. An `attempt` is the number of one of the parallel attempts of a round, from 0.
 #[derive(Debug)]
-pub enum Input<C> {
-    /// The pool has reserved a stream ([`Effect::Acquire`], [`Effect::Retry`], [`Effect::Hedge`]).
+pub enum AttemptInput<C> {
+    /// The pool has reserved a stream ([`AttemptEffect::Acquire`], [`AttemptEffect::Retry`], [`AttemptEffect::Hedge`]).
     Granted { attempt: usize },
     /// The pool has no stream for the first attempt of a round.
     NoStream { reason: NoStream },
@@ -27,7 +27,7 @@ pub enum Input<C> {
     /// The response has arrived as far as it is held back.
     Responded { attempt: usize },
     /// The attempt has failed, and its stream is closed.
-    Failed { attempt: usize, failure: Failure<C> },
+    Failed { attempt: usize, failure: AttemptFailure<C> },
     /// The request should not rely on the connection of this attempt alone ([`Awaited::Trouble`]).
     Troubled { attempt: usize },
     /// The pause after a failed hedge is over, and the connection is in trouble ([`Awaited::Loss`]).
@@ -38,15 +38,15 @@ pub enum Input<C> {
     HeartbeatDue,
     /// The new watch was held for this time, and an attempt may succeed again.
     OutageEnded { held: Duration },
-    /// [`Effect::Pause`] is over.
+    /// [`AttemptEffect::Pause`] is over.
     PauseEnded,
-    /// The deadline of [`Effect::Hold`] has passed, or the listener drains.
+    /// The deadline of [`AttemptEffect::Hold`] has passed, or the listener drains.
     HoldEnded,
     /// The effect before cannot be executed, or nothing is left to wait for: a defect.
     NotExecutable,
 }
 
-impl<C> Input<C> {
+impl<C> AttemptInput<C> {
     /// The name, for the message about an input that is impossible.
     pub(super) const fn name(&self) -> &'static str {
         match self {
@@ -69,7 +69,7 @@ impl<C> Input<C> {
 
 /// What the shell does after a step. Each effect leads to one input.
 #[derive(Debug)]
-pub enum Effect {
+pub enum AttemptEffect {
     /// Wait for the next input of the attempts that run ([`super::Attempts::awaited`]).
     Wait,
     /// Take a stream for the first attempt of a round, as [`super::Attempts::requirements`] says.
@@ -101,7 +101,7 @@ pub enum Refused {
     /// The rejection by an apiserver that was held back.
     Rejection(Box<HeldResponse>),
     /// An error, and why the request was not sent again, if that is a rule of [`crate::request::retry`].
-    Error(StatusError, Option<Refusal>),
+    Error(StatusError, Option<RetryRefusal>),
 }
 
 /// Why the pool has no stream.
@@ -115,7 +115,7 @@ pub enum NoStream {
 
 /// A failed attempt.
 #[derive(Debug)]
-pub struct Failure<C> {
+pub struct AttemptFailure<C> {
     /// The stage that the attempt had reached.
     pub stage: Stage,
     /// The cause, for logs and errors.
@@ -138,7 +138,7 @@ pub struct MissedVersion {
     pub is_floor: bool,
 }
 
-impl<C> Failure<C> {
+impl<C> AttemptFailure<C> {
     /// How the pool considers the failure, on a connection with this key, when it chooses the next connection.
     pub fn previous(&self, connection: ConnectionKey) -> PreviousFailure {
         match self.stage {
@@ -215,11 +215,11 @@ impl NotReached {
 pub enum Awaited {
     /// A stream.
     Stream,
-    /// Trouble of its connection ([`Input::Troubled`]).
+    /// Trouble of its connection ([`AttemptInput::Troubled`]).
     Trouble,
-    /// The loss of its connection ([`Input::Failed`]). `silence_from`: from this time on also its silence
-    /// ([`Input::Silent`]); `None` for a request that must not be sent twice. `hedge_from`: from this time on also trouble
-    /// ([`Input::HedgeDue`]).
+    /// The loss of its connection ([`AttemptInput::Failed`]). `silence_from`: from this time on also its silence
+    /// ([`AttemptInput::Silent`]); `None` for a request that must not be sent twice. `hedge_from`: from this time on
+    /// also trouble ([`AttemptInput::HedgeDue`]).
     Loss { silence_from: Option<Instant>, hedge_from: Option<Instant> },
 }
 

@@ -4,7 +4,7 @@
 use std::time::{Duration, Instant};
 
 use super::facts::Facts;
-use super::input::{Awaited, Effect, Failure, HedgeOutcome};
+use super::input::{AttemptEffect, AttemptFailure, Awaited, HedgeOutcome};
 use crate::request::retry::Stage;
 
 /// Maximum number of parallel attempts, the first included.
@@ -39,7 +39,7 @@ pub(super) enum Next<C> {
     /// The other attempts go on.
     Wait,
     /// All attempts have failed. The failure is that of the first one.
-    RoundFailed(Failure<C>),
+    RoundFailed(AttemptFailure<C>),
     /// The attempt did not run.
     Impossible,
 }
@@ -60,7 +60,7 @@ enum Attempt<C> {
         silence_from: Option<Instant>,
     },
     /// It has failed, and its hedge runs. `since`: as in [`Hedging`].
-    Failed { failure: Failure<C>, since: u32 },
+    Failed { failure: AttemptFailure<C>, since: u32 },
 }
 
 /// Whether an attempt is hedged. `since`: the number of hedges that the request had sent before those of this attempt.
@@ -118,14 +118,14 @@ impl<C> Parallel<C> {
         facts: &impl Facts<C>,
         hedges: &mut Hedges,
         now: Instant,
-    ) -> Option<Effect> {
+    ) -> Option<AttemptEffect> {
         let Some(troubled @ Attempt::Sent) = self.0.get_mut(attempt) else { return None };
         let may_hedge = is_safe && facts.has_whole_body() && attempt + 1 < MAX_PARALLEL;
         let hedging =
             if may_hedge { Hedging::Running { since: hedges.sent } } else { Hedging::Off };
         *troubled = Attempt::Troubled { hedging, silence_from: is_safe.then_some(now) };
         let effect =
-            if may_hedge { self.hedge(attempt, true, facts, hedges) } else { Effect::Wait };
+            if may_hedge { self.hedge(attempt, true, facts, hedges) } else { AttemptEffect::Wait };
         Some(effect)
     }
 
@@ -135,7 +135,7 @@ impl<C> Parallel<C> {
         attempt: usize,
         facts: &impl Facts<C>,
         hedges: &mut Hedges,
-    ) -> Option<Effect> {
+    ) -> Option<AttemptEffect> {
         let Some(Attempt::Troubled { hedging, .. }) = self.0.get_mut(attempt) else { return None };
         let Hedging::Paused { since, .. } = *hedging else { return None };
         *hedging = Hedging::Running { since };
@@ -149,26 +149,26 @@ impl<C> Parallel<C> {
         probe: bool,
         facts: &impl Facts<C>,
         hedges: &mut Hedges,
-    ) -> Effect {
+    ) -> AttemptEffect {
         if facts.take_hedge_token() {
             self.0.push(Attempt::Acquiring);
             // All connections to a degraded endpoint are in trouble.
             let exclude = facts.has_better_endpoint(attempt);
-            return Effect::Hedge { attempt: attempt + 1, exclude, probe };
+            return AttemptEffect::Hedge { attempt: attempt + 1, exclude, probe };
         }
         hedges.outcomes.push(HedgeOutcome::OverBudget);
         if let Some(Attempt::Troubled { hedging, .. }) = self.0.get_mut(attempt) {
             *hedging = Hedging::Off;
         }
-        if probe { Effect::Probe { attempt } } else { Effect::Wait }
+        if probe { AttemptEffect::Probe { attempt } } else { AttemptEffect::Wait }
     }
 
     /// A hedge has a stream.
-    pub(super) fn granted(&mut self, attempt: usize, hedges: &mut Hedges) -> Option<Effect> {
+    pub(super) fn granted(&mut self, attempt: usize, hedges: &mut Hedges) -> Option<AttemptEffect> {
         let Some(hedge @ Attempt::Acquiring) = self.0.get_mut(attempt) else { return None };
         *hedge = Attempt::Sent;
         hedges.sent += 1;
-        Some(Effect::Send { attempt })
+        Some(AttemptEffect::Send { attempt })
     }
 
     /// The connection of an attempt at a safe request is silent.
@@ -177,17 +177,17 @@ impl<C> Parallel<C> {
         attempt: usize,
         facts: &impl Facts<C>,
         now: Instant,
-    ) -> Option<Effect> {
+    ) -> Option<AttemptEffect> {
         let Some(Attempt::Troubled { silence_from: Some(from), .. }) = self.0.get_mut(attempt)
         else {
             return None;
         };
         if !facts.has_live() {
             let reason = "PING unanswered".into();
-            return Some(Effect::GiveUp { attempt, stage: Stage::NoHead, reason });
+            return Some(AttemptEffect::GiveUp { attempt, stage: Stage::NoHead, reason });
         }
         *from = now + LIVE_CHECK_INTERVAL;
-        Some(Effect::Wait)
+        Some(AttemptEffect::Wait)
     }
 
     /// The attempts after this number of them are given up. Only the last one can be without a stream.
@@ -211,7 +211,7 @@ impl<C> Parallel<C> {
     pub(super) fn failed(
         &mut self,
         attempt: usize,
-        failure: Failure<C>,
+        failure: AttemptFailure<C>,
         is_given_up: bool,
         hedges: &mut Hedges,
         now: Instant,

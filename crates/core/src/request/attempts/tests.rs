@@ -13,7 +13,7 @@ use RequestKind::{Read, Watch, Write};
 
 /// A connection.
 type Key = usize;
-type TestInput = Input<Key>;
+type TestInput = AttemptInput<Key>;
 
 /// A connection without trouble.
 const CONNECTION: ConnectionFacts = ConnectionFacts {
@@ -24,39 +24,39 @@ const CONNECTION: ConnectionFacts = ConnectionFacts {
 };
 
 /// A failure on connection 10 to endpoint 1, with a rejection that has the status `code`, if it is not 0.
-fn failure(stage: Stage, code: u16) -> Failure<Key> {
+fn failure(stage: Stage, code: u16) -> AttemptFailure<Key> {
     let response = (code > 0).then(|| {
         let response = Response::builder().status(code).header("retry-after", "2");
         Box::new((response.body(()).unwrap().into_parts().0, Bytes::new()))
     });
     let version = MissedVersion::default();
     let reason = "lost".to_owned();
-    Failure { stage, reason, connection: 10, endpoint: EndpointKey(1), response, version }
+    AttemptFailure { stage, reason, connection: 10, endpoint: EndpointKey(1), response, version }
 }
 
 fn granted(attempt: usize) -> TestInput {
-    Input::Granted { attempt }
+    AttemptInput::Granted { attempt }
 }
 
 fn responded(attempt: usize) -> TestInput {
-    Input::Responded { attempt }
+    AttemptInput::Responded { attempt }
 }
 
 fn failed(attempt: usize, stage: Stage, code: u16) -> TestInput {
-    Input::Failed { attempt, failure: failure(stage, code) }
+    AttemptInput::Failed { attempt, failure: failure(stage, code) }
 }
 
 fn troubled(attempt: usize) -> TestInput {
-    Input::Troubled { attempt }
+    AttemptInput::Troubled { attempt }
 }
 
 fn unreachable() -> TestInput {
-    Input::NoStream { reason: NoStream::Unreachable("down".to_owned()) }
+    AttemptInput::NoStream { reason: NoStream::Unreachable("down".to_owned()) }
 }
 
 fn exhausted() -> TestInput {
     let reason = NoStream::Other(StatusError::too_many_requests("full"));
-    Input::NoStream { reason }
+    AttemptInput::NoStream { reason }
 }
 
 /// The facts, which are favourable unless a test says otherwise. Records what was asked.
@@ -188,24 +188,24 @@ macro_rules! steps {
 }
 
 /// The effect as text, without the parts that other tests check.
-fn show(effect: &Effect) -> String {
+fn show(effect: &AttemptEffect) -> String {
     match effect {
-        Effect::Refuse(refused) => match &**refused {
+        AttemptEffect::Refuse(refused) => match &**refused {
             Refused::Rejection(response) => format!("Rejection {}", response.0.status.as_u16()),
             Refused::Error(error, refusal) => {
-                format!("Error {} {}", error.label, refusal.map_or("-", Refusal::as_str))
+                format!("Error {} {}", error.label, refusal.map_or("-", RetryRefusal::as_str))
             }
         },
-        Effect::Hold { .. } => "Hold".to_owned(),
-        Effect::Pause { .. } => "Pause".to_owned(),
-        Effect::GiveUp { attempt, stage, .. } => format!("GiveUp {attempt} {stage:?}"),
-        Effect::Send { attempt } => format!("Send {attempt}"),
-        Effect::Respond { attempt } => format!("Respond {attempt}"),
-        Effect::Hedge { attempt, exclude, probe } => {
+        AttemptEffect::Hold { .. } => "Hold".to_owned(),
+        AttemptEffect::Pause { .. } => "Pause".to_owned(),
+        AttemptEffect::GiveUp { attempt, stage, .. } => format!("GiveUp {attempt} {stage:?}"),
+        AttemptEffect::Send { attempt } => format!("Send {attempt}"),
+        AttemptEffect::Respond { attempt } => format!("Respond {attempt}"),
+        AttemptEffect::Hedge { attempt, exclude, probe } => {
             let probe = if *probe { "Probe and " } else { "" };
             format!("{probe}Hedge {attempt} {exclude}")
         }
-        Effect::Probe { attempt } => format!("Probe {attempt}"),
+        AttemptEffect::Probe { attempt } => format!("Probe {attempt}"),
         other => format!("{other:?}"),
     }
 }
@@ -287,15 +287,15 @@ fn step_request_that_a_starting_endpoint_refuses_is_sent_to_one_that_has_been_up
 
 #[test]
 fn step_new_watch_is_held_until_the_outage_or_the_hold_ends() {
-    let ended = || Input::OutageEnded { held: Duration::from_secs(8) };
-    let after_hold = |input| steps![unreachable(), ended(), Input::PauseEnded, input];
+    let ended = || AttemptInput::OutageEnded { held: Duration::from_secs(8) };
+    let after_hold = |input| steps![unreachable(), ended(), AttemptInput::PauseEnded, input];
     check(Watch, after_hold(granted(0)), "Hold, Pause, Acquire, Send 0");
     check(Watch, after_hold(unreachable()), "Hold, Pause, Acquire, Hold");
     check(Watch, after_hold(exhausted()), "Hold, Pause, Acquire, Error limit -");
-    check(Watch, steps![unreachable(), Input::HoldEnded], "Hold, Error no_upstream -");
+    check(Watch, steps![unreachable(), AttemptInput::HoldEnded], "Hold, Error no_upstream -");
     // A failure before the hold does not matter after it.
     let lost = failed(0, Stage::NoHead, 0);
-    let steps = steps![granted(0), lost, unreachable(), ended(), Input::PauseEnded];
+    let steps = steps![granted(0), lost, unreachable(), ended(), AttemptInput::PauseEnded];
     let (attempts, _) = run(Watch, steps);
     let required = attempts.requirements();
     assert!(required.previous_failure.is_none() && required.excluded.is_empty());
@@ -313,13 +313,15 @@ fn hold_lasts_for_the_timeout_of_the_watch_and_at_most_30_s() {
         let mut attempts = Attempts::<Key>::new(Watch, false, now, timeout);
         let later = now + Duration::from_secs(2);
         let effect = attempts.step(unreachable(), &world, later, &mut rng);
-        let Effect::Hold { until } = effect else { panic!("{effect:?}") };
+        let AttemptEffect::Hold { until } = effect else { panic!("{effect:?}") };
         assert_eq!(until - now, Duration::from_secs(expected));
         let held = Duration::from_secs(16);
         let delays: Vec<_> = (0..100)
-            .map(|_| match attempts.step(Input::OutageEnded { held }, &world, later, &mut rng) {
-                Effect::Pause { delay } => delay,
-                effect => panic!("{effect:?}"),
+            .map(|_| {
+                match attempts.step(AttemptInput::OutageEnded { held }, &world, later, &mut rng) {
+                    AttemptEffect::Pause { delay } => delay,
+                    effect => panic!("{effect:?}"),
+                }
             })
             .collect();
         assert!(delays.iter().all(|delay| *delay < Duration::from_secs(2)));
@@ -395,7 +397,7 @@ fn rejection_is_kept_as_its_stage_says() {
             attempts.step(granted(0), &world, now, &mut rng);
             let mut failure = failure(stage, code);
             failure.version.is_floor = is_floor;
-            let input = Input::Failed { attempt: 0, failure };
+            let input = AttemptInput::Failed { attempt: 0, failure };
             show(&attempts.step(input, &world, now, &mut rng))
         };
         assert_eq!(fail(stage, code, is_floor), "Retry");
@@ -498,7 +500,7 @@ fn step_uses_the_first_response_of_parallel_attempts() {
 
 #[test]
 fn step_hedge_without_a_stream_is_repeated_after_a_pause() {
-    let no_stream = || Input::NoHedgeStream { attempt: 1 };
+    let no_stream = || AttemptInput::NoHedgeStream { attempt: 1 };
     let first = || steps![granted(0), troubled(0)];
     let begin = "Send 0, Token, Probe and Hedge 1 false";
     let (attempts, text) = run(Read, first());
@@ -506,7 +508,7 @@ fn step_hedge_without_a_stream_is_repeated_after_a_pause() {
     let check = |then: Vec<_>, expected: &str| {
         check(Read, first().into_iter().chain(then).collect(), &format!("{begin}, {expected}"));
     };
-    let due = || Input::HedgeDue { attempt: 0 };
+    let due = || AttemptInput::HedgeDue { attempt: 0 };
     let again = steps![no_stream(), due()];
     check(again, "Wait, Token, Hedge 1 false | no_connection");
     check(steps![no_stream(), responded(0)], "Wait, Respond 0 | no_connection");
@@ -570,7 +572,7 @@ fn step_at_most_four_attempts_are_parallel() {
 
 #[test]
 fn step_silent_safe_request_is_given_up_without_a_live_connection() {
-    let silent = || Input::Silent { attempt: 0 };
+    let silent = || AttemptInput::Silent { attempt: 0 };
     let check = |then, expected: &str| check(Read, hedged(then), &format!("{HEDGED}, {expected}"));
     let none_live = with(silent(), |world| world.has_live = false);
     check(steps![none_live, given_up(0)], "GiveUp 0 NoHead, Retry | failed");
@@ -601,9 +603,9 @@ fn heartbeat_is_probed_each_second_and_given_up_after_four() {
         let due = now + Duration::from_millis(due);
         assert_eq!(attempts.heartbeat_due(), Some(due));
         let world = World { ill_health, ..World::default() };
-        let effect = attempts.step(Input::HeartbeatDue, &world, due, &mut rng);
+        let effect = attempts.step(AttemptInput::HeartbeatDue, &world, due, &mut rng);
         assert_eq!(show(&effect), expected);
-        if let Effect::GiveUp { reason, .. } = effect {
+        if let AttemptEffect::GiveUp { reason, .. } = effect {
             assert_eq!(reason, "no response for 4 s, and it is degraded,");
         }
     }
@@ -616,7 +618,7 @@ fn heartbeat_is_probed_each_second_and_given_up_after_four() {
 /// In a release build the client gets an error, in any other one the test ends.
 #[test]
 fn step_refuses_an_input_that_is_impossible() {
-    let ended = || Input::OutageEnded { held: Duration::ZERO };
+    let ended = || AttemptInput::OutageEnded { held: Duration::ZERO };
     for (steps, impossible) in [
         (steps![], responded(0)),
         (steps![], troubled(0)),
@@ -626,15 +628,15 @@ fn step_refuses_an_input_that_is_impossible() {
         (steps![granted(0)], responded(1)),
         (steps![granted(0)], failed(1, Stage::NoHead, 0)),
         (steps![granted(0)], unreachable()),
-        (steps![granted(0)], Input::HoldEnded),
-        (steps![granted(0)], Input::HeartbeatDue),
-        (steps![granted(0)], Input::HedgeDue { attempt: 0 }),
-        (steps![granted(0)], Input::Silent { attempt: 0 }),
-        (steps![granted(0)], Input::NotExecutable),
+        (steps![granted(0)], AttemptInput::HoldEnded),
+        (steps![granted(0)], AttemptInput::HeartbeatDue),
+        (steps![granted(0)], AttemptInput::HedgeDue { attempt: 0 }),
+        (steps![granted(0)], AttemptInput::Silent { attempt: 0 }),
+        (steps![granted(0)], AttemptInput::NotExecutable),
         (steps![granted(0), troubled(0)], troubled(0)),
         (steps![granted(0), troubled(0)], responded(1)),
         (steps![granted(0), troubled(0), granted(1)], granted(1)),
-        (steps![granted(0), troubled(0), granted(1)], Input::NoHedgeStream { attempt: 1 }),
+        (steps![granted(0), troubled(0), granted(1)], AttemptInput::NoHedgeStream { attempt: 1 }),
         (steps![granted(0), responded(0)], responded(0)),
     ] {
         let name = impossible.name();

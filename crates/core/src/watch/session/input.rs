@@ -12,7 +12,7 @@ use crate::watch::codec::event::Event;
 
 /// What the body reports: a frame, the end of a stream or of an attempt, or a reason to end the watch.
 #[derive(Debug)]
-pub enum Input<'a> {
+pub enum SessionInput<'a> {
     /// A whole frame has arrived; `None` if it cannot be read.
     Frame(Option<Event<'a>>),
     /// A piece of a frame above the cap has arrived. `begins`: it contains the first byte of the frame;
@@ -25,8 +25,8 @@ pub enum Input<'a> {
     /// The stream was lost before the server ended the response. `quiet`: the watch was not delivering
     /// events shortly before.
     StreamLost { quiet: bool },
-    /// The body has reset the stream from `endpoint`: after [`Effect::Withhold`], then `error_event` is the withheld
-    /// event, or after [`Effect::NextEndpoint`]. `endpoints`: all of the upstream.
+    /// The body has reset the stream from `endpoint`: after [`SessionEffect::Withhold`], then `error_event` is the
+    /// withheld event, or after [`SessionEffect::NextEndpoint`]. `endpoints`: all of the upstream.
     Rejected {
         error_event: Option<Bytes>,
         endpoint: EndpointKey,
@@ -41,7 +41,7 @@ pub enum Input<'a> {
         endpoint: Option<EndpointKey>,
         endpoints: &'a [EndpointCondition],
     },
-    /// The watch was held for this time ([`Effect::Hold`]), and an attempt may succeed again.
+    /// The watch was held for this time ([`SessionEffect::Hold`]), and an attempt may succeed again.
     OutageEnded { held: Duration },
     /// The body opens another stream while the current one works; [`super::Session::can_move`] was true.
     MoveStarted(MoveReason),
@@ -57,7 +57,7 @@ pub enum Input<'a> {
 
 /// What the body does after a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Effect {
+pub enum SessionEffect {
     /// Nothing.
     None,
     /// Send the frame to the client.
@@ -66,7 +66,7 @@ pub enum Effect {
     Swallow,
     /// Drop the frame: the client has received it already.
     Discard,
-    /// Reset the stream and report [`Input::Rejected`]: this endpoint cannot continue the watch.
+    /// Reset the stream and report [`SessionInput::Rejected`]: this endpoint cannot continue the watch.
     NextEndpoint,
     /// As [`Self::NextEndpoint`], and keep the frame, an ERROR event: the client receives it if no other
     /// endpoint continues the watch.

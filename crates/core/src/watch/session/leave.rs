@@ -171,7 +171,7 @@ mod tests {
     use super::*;
     use crate::watch::codec::event::{Event, EventType};
     use crate::watch::request::WatchRequest;
-    use crate::watch::session::Input;
+    use crate::watch::session::SessionInput;
     use crate::watch::tests::events::request;
 
     fn session(request: WatchRequest, event_type: Option<EventType>) -> Session {
@@ -179,7 +179,7 @@ mod tests {
         if let Some(event_type) = event_type {
             let version = Some(&b"9"[..]);
             let event = Event { event_type, version, initial_events_end: false, status_code: None };
-            session.step(Input::Frame(Some(event)), Instant::now());
+            session.step(SessionInput::Frame(Some(event)), Instant::now());
         }
         session
     }

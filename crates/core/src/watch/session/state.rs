@@ -2,7 +2,7 @@
 //! it ends.
 
 use super::cursor::Cursor;
-use super::input::{Effect, Ending, NotResumable};
+use super::input::{Ending, NotResumable, SessionEffect};
 use super::round::ResumeRound;
 use crate::watch::codec::event::{Event, EventType};
 use crate::watch::codec::version::ResourceVersion;
@@ -86,24 +86,26 @@ impl State {
         shown: bool,
         request: &WatchRequest,
         now: Instant,
-    ) -> Effect {
+    ) -> SessionEffect {
         let decided = match self {
             Self::Ordered(watch) => watch.on_frame(frame, shown, now),
             Self::Initial(_) | Self::Passthrough { .. } => {
                 self.on_unordered_frame(frame, request, now)
             }
-            Self::Moving(_) | Self::Resuming { .. } | Self::Ended { .. } => return Effect::None,
+            Self::Moving(_) | Self::Resuming { .. } | Self::Ended { .. } => {
+                return SessionEffect::None;
+            }
         };
         let effect = decided.unwrap_or_else(|reason| {
             self.pass_through(reason);
-            Effect::Forward
+            SessionEffect::Forward
         });
-        if effect != Effect::Forward {
+        if effect != SessionEffect::Forward {
             return effect;
         }
         let is_bookmark = frame.is_some_and(|event| event.event_type == EventType::Bookmark);
         if is_bookmark && !request.bookmarks {
-            return Effect::Swallow;
+            return SessionEffect::Swallow;
         }
         if let Self::Initial(delivered @ Delivered::Nothing) = self {
             *delivered = Delivered::Frames;
@@ -111,7 +113,7 @@ impl State {
         if !request.resumable_group {
             self.pass_through(NotResumable::Group);
         }
-        Effect::Forward
+        SessionEffect::Forward
     }
 
     fn on_unordered_frame(
@@ -119,7 +121,7 @@ impl State {
         frame: Option<Event<'_>>,
         request: &WatchRequest,
         now: Instant,
-    ) -> Result<Effect, NotResumable> {
+    ) -> Result<SessionEffect, NotResumable> {
         let event = frame.ok_or(NotResumable::Unreadable)?;
         let ends_initial = match event.event_type {
             EventType::Error => return Err(NotResumable::ServerError),
@@ -141,14 +143,14 @@ impl State {
                 }
             }
         }
-        Ok(Effect::Forward)
+        Ok(SessionEffect::Forward)
     }
 
-    pub fn on_oversized_piece(&mut self, begins: bool, request: &WatchRequest) -> Effect {
+    pub fn on_oversized_piece(&mut self, begins: bool, request: &WatchRequest) -> SessionEffect {
         match self {
             // The client may have received this frame on an earlier stream.
             Self::Ordered(watch) if begins && watch.resumed && watch.unconfirmed.is_some() => {
-                return Effect::End(watch.cursor.ending(), NotResumable::Oversized);
+                return SessionEffect::End(watch.cursor.ending(), NotResumable::Oversized);
             }
             Self::Ordered(watch) => {
                 watch.not_resumable.get_or_insert(NotResumable::Oversized);
@@ -159,7 +161,7 @@ impl State {
         if !request.resumable_group {
             self.pass_through(NotResumable::Group);
         }
-        Effect::Forward
+        SessionEffect::Forward
     }
 
     /// Ends resuming after another watch of the API group has shown versions that are not ordered.
@@ -305,9 +307,9 @@ impl Ordered {
         frame: Option<Event<'_>>,
         shown: bool,
         now: Instant,
-    ) -> Result<Effect, NotResumable> {
+    ) -> Result<SessionEffect, NotResumable> {
         let ending = self.cursor.ending();
-        let end = |reason| Ok(Effect::End(ending, reason));
+        let end = |reason| Ok(SessionEffect::End(ending, reason));
         let Some(event) = frame else {
             let reason = NotResumable::Unreadable;
             return if self.resumed { end(reason) } else { Err(reason) };
@@ -321,13 +323,13 @@ impl Ordered {
             Position::Next => {}
             Position::Repeated => {
                 self.to_repeat -= 1;
-                return Ok(Effect::Discard);
+                return Ok(SessionEffect::Discard);
             }
-            Position::Asked => return Ok(Effect::Discard),
+            Position::Asked => return Ok(SessionEffect::Discard),
             Position::Gap => return end(NotResumable::Diverged),
             Position::Behind if self.resumed => {
                 if version.is_some() && !std::mem::replace(&mut self.discarded, true) {
-                    return Ok(Effect::Discard);
+                    return Ok(SessionEffect::Discard);
                 }
                 let is_proven = shown || version.is_none();
                 return end(if is_proven { NotResumable::Diverged } else { below_requested });
@@ -351,7 +353,7 @@ impl Ordered {
         }
         self.unconfirmed = None;
         self.cursor.advance(version, event.event_type, now);
-        Ok(Effect::Forward)
+        Ok(SessionEffect::Forward)
     }
 
     fn position(
@@ -385,14 +387,14 @@ impl Ordered {
         self.unconfirmed.is_none()
     }
 
-    fn on_error(&self, too_old: bool) -> Result<Effect, NotResumable> {
+    fn on_error(&self, too_old: bool) -> Result<SessionEffect, NotResumable> {
         if let Some(round) = &self.unconfirmed
             && (self.resumed || too_old && round.withholds_error())
         {
-            return Ok(Effect::NextEndpoint);
+            return Ok(SessionEffect::NextEndpoint);
         }
         if too_old && self.not_resumable.is_none() {
-            return Ok(Effect::Withhold);
+            return Ok(SessionEffect::Withhold);
         }
         Err(NotResumable::ServerError)
     }

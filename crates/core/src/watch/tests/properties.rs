@@ -4,7 +4,7 @@
 use super::super::codec::Encoding::{self, Cbor, Json};
 use super::super::codec::frame::{FRAME_CAP, FrameSplitter, Piece};
 use super::super::relay::Relay;
-use super::super::session::{Effect, Ending, Input, NotResumable};
+use super::super::session::{Ending, NotResumable, SessionEffect as Effect, SessionInput as Input};
 use super::events::{check_split_and_parse, cursor, encode, json_event, request, split};
 use crate::admission::ByteAccount;
 use bytes::Bytes;

@@ -4,7 +4,8 @@ use super::super::codec::event::{Event, EventType};
 use super::super::codec::version::ResourceVersion;
 use super::super::request::WatchRequest;
 use super::super::session::{
-    AttemptResult, Effect, Ending, Input, MAX_RESUMES, MoveReason, NotResumable, Session,
+    AttemptResult, Ending, MAX_RESUMES, MoveReason, NotResumable, Session, SessionEffect as Effect,
+    SessionInput as Input,
 };
 use super::events::{cursor, request};
 use crate::endpoint_condition::EndpointCondition;

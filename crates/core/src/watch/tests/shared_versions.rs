@@ -6,7 +6,8 @@ use super::super::codec::event::{Event, EventType};
 use super::super::relay::Relay;
 use super::super::request::WatchRequest;
 use super::super::session::{
-    Effect, Ending, Input, LeaveReason, MoveReason, NotResumable, Session,
+    Ending, LeaveReason, MoveReason, NotResumable, Session, SessionEffect as Effect,
+    SessionInput as Input,
 };
 use super::events::{cursor, encode, request};
 use crate::admission::ByteAccount;

@@ -158,7 +158,7 @@ impl Shell {
             self.reached += 1;
         }
         let code = if self.rng.bool() { 503 } else { 0 };
-        Input::Failed { attempt, failure: failure(stage, code) }
+        AttemptInput::Failed { attempt, failure: failure(stage, code) }
     }
 
     /// An input for the first attempt of a round.
@@ -175,7 +175,7 @@ impl Shell {
     fn event(&mut self) -> TestInput {
         self.now += Duration::from_millis(self.rng.u64(..2_000));
         if self.attempts.heartbeat_due().is_some() && self.chance(2) {
-            return Input::HeartbeatDue;
+            return AttemptInput::HeartbeatDue;
         }
         let running: Vec<_> =
             (0..MAX_PARALLEL).filter(|attempt| self.slots[*attempt] != Slot::Ended).collect();
@@ -187,16 +187,16 @@ impl Shell {
             (Awaited::Stream, 0 | 1) if is_free => granted(attempt),
             (Awaited::Stream, _) => {
                 self.slots[attempt] = Slot::Ended;
-                Input::NoHedgeStream { attempt }
+                AttemptInput::NoHedgeStream { attempt }
             }
             (_, 0) if self.chance(4) => responded(attempt),
             (Awaited::Trouble, 1 | 2) if is_free => troubled(attempt),
             (Awaited::Loss { silence_from: Some(_), .. }, 1) if is_free => {
-                Input::Silent { attempt }
+                AttemptInput::Silent { attempt }
             }
             (Awaited::Loss { hedge_from: Some(from), .. }, 2) if is_free => {
                 self.now = self.now.max(from);
-                Input::HedgeDue { attempt }
+                AttemptInput::HedgeDue { attempt }
             }
             _ => {
                 let stage = self.stage();
@@ -213,42 +213,42 @@ impl Shell {
             let mut rng = self.rng.fork();
             let effect = self.attempts.step(input, &self.facts, self.now, &mut rng);
             self.count();
-            if let Effect::Respond { attempt } = effect {
+            if let AttemptEffect::Respond { attempt } = effect {
                 assert_eq!(self.slots[attempt], Slot::Sent);
                 self.follow();
                 return steps;
             }
             self.follow();
             input = match effect {
-                Effect::Refuse(_) => return steps,
-                Effect::Respond { .. } => unreachable!(),
+                AttemptEffect::Refuse(_) => return steps,
+                AttemptEffect::Respond { .. } => unreachable!(),
                 effect => self.execute(&effect),
             };
         }
         panic!("the request does not end: {:?}", self.attempts);
     }
 
-    fn execute(&mut self, effect: &Effect) -> TestInput {
+    fn execute(&mut self, effect: &AttemptEffect) -> TestInput {
         match *effect {
-            Effect::Acquire | Effect::Retry => self.acquire(),
-            Effect::Send { attempt } => {
+            AttemptEffect::Acquire | AttemptEffect::Retry => self.acquire(),
+            AttemptEffect::Send { attempt } => {
                 self.send(attempt);
                 self.event()
             }
-            Effect::Hedge { attempt, .. } => {
+            AttemptEffect::Hedge { attempt, .. } => {
                 assert_eq!(self.slots[attempt], Slot::Ended);
                 assert_eq!(self.slots[attempt - 1], Slot::Sent);
                 self.slots[attempt] = Slot::Acquiring;
                 self.event()
             }
-            Effect::GiveUp { attempt, stage, .. } => self.fail(attempt, stage),
-            Effect::Hold { .. } if self.chance(2) => {
-                Input::OutageEnded { held: Duration::from_secs(self.rng.u64(..100)) }
+            AttemptEffect::GiveUp { attempt, stage, .. } => self.fail(attempt, stage),
+            AttemptEffect::Hold { .. } if self.chance(2) => {
+                AttemptInput::OutageEnded { held: Duration::from_secs(self.rng.u64(..100)) }
             }
-            Effect::Pause { .. } if self.chance(2) => Input::PauseEnded,
-            Effect::Hold { .. } | Effect::Pause { .. } => Input::HoldEnded,
-            Effect::Wait | Effect::Probe { .. } => self.event(),
-            Effect::Respond { .. } | Effect::Refuse(_) => unreachable!(),
+            AttemptEffect::Pause { .. } if self.chance(2) => AttemptInput::PauseEnded,
+            AttemptEffect::Hold { .. } | AttemptEffect::Pause { .. } => AttemptInput::HoldEnded,
+            AttemptEffect::Wait | AttemptEffect::Probe { .. } => self.event(),
+            AttemptEffect::Respond { .. } | AttemptEffect::Refuse(_) => unreachable!(),
         }
     }
 

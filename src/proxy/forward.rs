@@ -154,7 +154,7 @@ impl ForwardedRequest {
         self.execute(progress, first, input).await
     }
 
-    /// Tells the state machine what has happened to the first attempt. The effect is known.
+    /// Reports an input of the first attempt to the state machine. The effect is dropped, because the caller executes it.
     fn step(&self, progress: &mut Progress, input: AttemptInput) {
         progress.attempts.step(input, &self.facts(None), clock::now(), &mut Rng::new());
     }
@@ -178,7 +178,7 @@ impl ForwardedRequest {
         Ok(attempt)
     }
 
-    /// Asks the pool for a stream with these requirements, to which this adds what the kind of the request says.
+    /// The request for a stream with these requirements, to which it adds those of the kind of the request.
     fn stream_request(&self, required: StreamRequirements) -> StreamRequest<'_> {
         StreamRequest {
             required: StreamRequirements {

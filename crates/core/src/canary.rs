@@ -218,6 +218,25 @@ mod tests {
     }
 
     #[test]
+    fn share_is_withdrawn_when_the_newest_version_fails_and_returns_after_10_minutes() {
+        let (mut canary, start) = (CanaryGuard::default(), Instant::now());
+        let mut step = |at: u64, all: u64, errors: u64| {
+            let endpoints = [endpoint("a", 37, all, errors), endpoint("b", 36, all * 9, 0)];
+            canary.step(&endpoints, start + Duration::from_secs(at))
+        };
+        // Errors before the first step do not count.
+        assert_eq!(step(0, 100, 100), None);
+        assert_eq!(step(5, 110, 104), None);
+        let reason =
+            "6 of 20 answers of 1.37 were 5xx in the last minute, and 0 of 180 of older versions";
+        assert_eq!(step(10, 120, 106), Some(CanaryChange::Withdrawn(reason.to_owned())));
+        assert_eq!(step(609, 120, 106), None);
+        assert!(matches!(step(610, 120, 106), Some(CanaryChange::Restored(_))));
+        // Errors of the time before do not count.
+        assert_eq!(step(615, 130, 106), None);
+    }
+
+    #[test]
     fn errors_older_than_a_minute_do_not_withdraw_the_share() {
         let mut canary = CanaryGuard::default();
         let start = Instant::now();

@@ -61,13 +61,13 @@ pub struct Reference {
 
 /// Whether the watches of an endpoint deliver regularly.
 #[derive(Debug, Default)]
-pub struct EndpointPace {
+pub struct EndpointDeliveryPace {
     last: Option<Instant>,
     /// A bit for each of the last ticks, the latest in bit 0: whether a version was raised.
     ticks: u32,
 }
 
-impl EndpointPace {
+impl EndpointDeliveryPace {
     /// Takes in the views of an endpoint, every [`TICK`]. Returns whether its watches have fallen silent while those of
     /// another endpoint deliver.
     pub fn observe(&mut self, views: &[ResourceView], now: Instant) -> bool {
@@ -270,7 +270,7 @@ mod tests {
             (1, 0, true, None),
         ] {
             let start = Instant::now();
-            let mut pace = EndpointPace::default();
+            let mut pace = EndpointDeliveryPace::default();
             let mut own = (1, start);
             let found = (1..100).find(|&tick: &u32| {
                 let now = start + TICK * tick;

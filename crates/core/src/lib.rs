@@ -1,7 +1,8 @@
 //! The decisions of jackstay.
 //!
-//! Nothing here does I/O, reads a clock or starts a thread: what happened, the time and a random number
-//! generator come in as arguments, and what to do goes out. The shell executes it.
+//! Nothing here does I/O, reads a clock or starts a thread: what happened, the time, a random number
+//! generator and answers to questions ([`request::attempts::Facts`]) come in as arguments, and what to do goes out. The
+//! shell executes it.
 //!
 //! * [`request`]: what a request asks for, whether its head is acceptable, and whether it may be sent again.
 //! * [`watch`]: how a watch continues on another apiserver without losing or repeating an event.

@@ -12,8 +12,8 @@ use futures_util::future::LocalBoxFuture;
 use http::StatusCode;
 use jackstay_core::backoff::Backoff;
 use jackstay_core::lag::{
-    EndpointPace, Expectations, Expected, Lag, Reference, ResourceView, TICK, current_of_too_large,
-    question,
+    EndpointDeliveryPace, Expectations, Expected, Lag, Reference, ResourceView, TICK,
+    current_of_too_large, question,
 };
 use jackstay_sys::clock;
 use tokio::time::{MissedTickBehavior, interval, timeout};
@@ -65,7 +65,7 @@ impl LagCheck {
 
     /// Compares every [`TICK`], until the future is dropped. An answer may take longer.
     pub async fn run(&self, upstream: &Arc<Upstream>, endpoint: &Arc<Endpoint>) {
-        let mut pace = EndpointPace::default();
+        let mut pace = EndpointDeliveryPace::default();
         let mut inquiry = Inquiry::default();
         let mut asked: Option<LocalBoxFuture<'_, (Expected, Answer)>> = None;
         let mut restore = upstream.restores.recognised_notice();

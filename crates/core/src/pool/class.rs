@@ -197,7 +197,7 @@ impl<W> Class<W> {
         self.held_watches = self.held_watches.saturating_sub(1);
     }
 
-    /// A request asks for a stream. `held` is that of its [`StreamRequirements`].
+    /// A request asks for a stream. `may_be_held` is that of its [`StreamRequirements`].
     pub fn request(&mut self, may_be_held: bool, is_outage: bool, now: Instant) -> Arrival {
         self.last_used = now;
         if may_be_held && is_outage {

@@ -1,7 +1,7 @@
 //! The state machine of the attempts at one request: the first attempt, hedges, retries, and the hold of a new watch. It
-//! is pure: no I/O, no clock, no randomness. [`Attempts::step`] takes an [`AttemptInput`], [`Facts`] that it may ask,
-//! the time and a random number generator, and returns the [`AttemptEffect`] that the shell executes. Connections are
-//! opaque.
+//! does no I/O and reads no clock. [`Attempts::step`] takes an [`AttemptInput`], the [`Facts`], the time and a random
+//! number generator, and returns the [`AttemptEffect`] that the shell executes. Some facts take a token from a budget or
+//! record a rejection. Connections are opaque.
 //!
 //! A request begins with [`AttemptEffect::Acquire`]. A *round* has a first attempt and its hedges. If all of them fail,
 //! the failure of the first one decides on the next round ([`retry::decide`], at most [`ATTEMPTS`] rounds).
@@ -21,7 +21,7 @@
 //! | Sent, Parallel | `Responded` | Ended | `Respond`; the other attempts are cancelled |
 //! | Sent, or Parallel without another attempt | `Failed`: the request may be sent again | Acquiring, next round | `Retry` |
 //! | the same | `Failed`: it may not | Ended | `Refuse` |
-//! | any | an input that is impossible in it | Ended | `Refuse` with `internal_error`; a panic with debug assertions |
+//! | any | an input that is impossible in it | Ended | `Refuse` with `internal_error`, or with the rejection that is kept; a panic with debug assertions |
 //!
 //! Whether a request may be sent again follows from the stage of its failure ([`retry::decide`]). Some stages ask for
 //! another endpoint:
@@ -208,8 +208,8 @@ impl<C> Attempts<C> {
         self.failed.as_ref().map(|failed| &failed.failure)
     }
 
-    /// The requirements of [`AttemptEffect::Acquire`] and [`AttemptEffect::Retry`], without what the kind of the
-    /// request says.
+    /// The requirements of [`AttemptEffect::Acquire`] and [`AttemptEffect::Retry`], without those that follow from the
+    /// kind of the request.
     pub fn requirements(&self) -> StreamRequirements {
         let required = StreamRequirements::default();
         let failed = self.failed.as_deref().filter(|_| !self.is_holding());
@@ -248,8 +248,11 @@ impl<C> Attempts<C> {
         now: Instant,
         rng: &mut Rng,
     ) -> AttemptEffect {
-        let name = input.name();
-        self.next(input, facts, now, rng).unwrap_or_else(|| self.impossible(name))
+        let (name, state) = (input.name(), self.state.name());
+        self.next(input, facts, now, rng).unwrap_or_else(|| {
+            debug_assert!(false, "input {name} in state {state}, round {}", self.round);
+            self.refuse_impossible(name, state)
+        })
     }
 
     /// The effect of an input; `None` if it is impossible in this state.
@@ -284,9 +287,7 @@ impl<C> Attempts<C> {
 
     /// A defect, after which the request could wait forever. Nothing is known about attempts that run.
     #[cold]
-    fn impossible(&mut self, input: &str) -> AttemptEffect {
-        let state = self.state.name();
-        debug_assert!(false, "input {input} in state {state}, round {}", self.round);
+    fn refuse_impossible(&mut self, input: &str, state: &str) -> AttemptEffect {
         let detail = format_args!("input {input} in state {state}");
         self.refuse(StatusError::internal_error(detail), None)
     }

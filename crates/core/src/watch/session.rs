@@ -45,8 +45,8 @@
 //! | any | `ServerEnded` | Ended | |
 //! | Ordered | `GroupUnordered` | Passthrough | |
 //! | any | `Stop` | Ended | `End` |
-//! | any other than Resuming | `Accepted`, `AttemptFailed`, `OutageEnded`: impossible | Ended | `End`; a panic with debug assertions |
 //! | any | `HistoryLost` with an ERROR event | Ended | `End`, after the event if the ending is clean |
+//! | any other than Resuming | `Accepted`, `AttemptFailed`, `OutageEnded`: impossible | Ended | `End`; a panic with debug assertions |
 //!
 //! A watch ends instead of resuming if less than 2 s are left until its deadline, or if it was resumed 12
 //! times in a window of a minute. In an API group whose watches are not resumed, a watch is repeated only with its
@@ -341,12 +341,13 @@ impl Session {
     }
 
     fn on_outage_ended(&mut self, held: Duration, now: Instant) -> SessionEffect {
-        if self.is_late(now) {
-            return SessionEffect::HoldUntilDeadline;
-        }
+        let is_late = self.is_late(now);
         let State::Resuming { round, .. } = &mut self.state else {
             return self.impossible("OutageEnded");
         };
+        if is_late {
+            return SessionEffect::HoldUntilDeadline;
+        }
         let quiet = round.is_quiet();
         **round = ResumeRound::begin(now, 0, quiet);
         SessionEffect::Request { max_jitter: max_outage_jitter(held, quiet), pause: Duration::ZERO }

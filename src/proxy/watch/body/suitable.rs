@@ -66,8 +66,8 @@ impl SuitableEndpoints {
         preferred_versions_of_resume(self.upstream(), self.user_agent.as_ref(), self.served_by)
     }
 
-    /// Asks for a stream for the watch on one of the endpoints that are not `excluded`. `wanted`: the version that its
-    /// cache should have reached.
+    /// The request for a stream for the watch, on an endpoint that is not `excluded`. `wanted`: the version that the
+    /// cache of the endpoint should have reached.
     pub(super) fn stream_request<'a>(
         &self,
         excluded: Vec<EndpointKey>,

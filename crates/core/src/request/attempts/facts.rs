@@ -1,11 +1,12 @@
-//! What a step may ask about the world outside the state machine.
+//! What a step asks the shell: the state of connections and of the body, and the budgets.
 
 use std::time::{Duration, Instant};
 
 use super::input::AfterNotReached;
 use crate::pool::{ConnectionKey, EndpointKey};
 
-/// Answers the questions of [`super::Attempts::step`]. All answers are there at once: a step does not wait.
+/// What [`super::Attempts::step`] asks the shell. Each method returns at once. Some take a token from a budget or record a
+/// rejection.
 pub trait Facts<C> {
     /// The state of a connection that an attempt has used.
     fn connection(&self, connection: &C) -> ConnectionFacts;
@@ -31,7 +32,7 @@ pub trait Facts<C> {
     /// Takes a token from the budget of hedges.
     fn take_hedge_token(&self) -> bool;
 
-    /// Whether a ready endpoint is left besides these. If so, takes a token from the budget, which may have none.
+    /// Whether a ready endpoint other than these is left and the budget has a token, which this takes.
     fn may_ask_other(&self, besides: &[EndpointKey], budget: OtherBudget) -> bool;
 
     /// Records that an endpoint rejects requests for overload for this time. Returns all endpoints that do.

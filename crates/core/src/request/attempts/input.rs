@@ -42,7 +42,7 @@ pub enum AttemptInput<C> {
     PauseEnded,
     /// The deadline of [`AttemptEffect::Hold`] has passed, or the listener drains.
     HoldEnded,
-    /// The effect before cannot be executed, or nothing is left to wait for: a defect.
+    /// The shell cannot execute the last effect, or no attempt is left that it could wait for: a defect.
     NotExecutable,
 }
 

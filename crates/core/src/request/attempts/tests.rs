@@ -59,9 +59,9 @@ fn exhausted() -> TestInput {
     AttemptInput::NoStream { reason }
 }
 
-/// The facts, which are favourable unless a test says otherwise. Records what was asked.
+/// Facts of a test. By default each attempt may go on. Records the questions.
 #[expect(clippy::struct_excessive_bools, reason = "each is the answer to a question")]
-struct World {
+struct TestFacts {
     connection: ConnectionFacts,
     has_live: bool,
     ill_health: Option<&'static str>,
@@ -77,7 +77,7 @@ struct World {
     asked: RefCell<Vec<String>>,
 }
 
-impl Default for World {
+impl Default for TestFacts {
     fn default() -> Self {
         Self {
             connection: CONNECTION,
@@ -97,13 +97,13 @@ impl Default for World {
     }
 }
 
-impl World {
+impl TestFacts {
     fn ask(&self, what: impl Into<String>) {
         self.asked.borrow_mut().push(what.into());
     }
 }
 
-impl Facts<Key> for World {
+impl Facts<Key> for TestFacts {
     fn connection(&self, _: &Key) -> ConnectionFacts {
         self.connection
     }
@@ -159,17 +159,17 @@ impl Facts<Key> for World {
 }
 
 /// An input, and the facts of that step.
-struct Step(TestInput, World);
+struct Step(TestInput, TestFacts);
 
 impl From<TestInput> for Step {
     fn from(input: TestInput) -> Self {
-        Self(input, World::default())
+        Self(input, TestFacts::default())
     }
 }
 
 /// An input while the facts are these.
-fn with(input: TestInput, change: impl FnOnce(&mut World)) -> Step {
-    let mut world = World::default();
+fn with(input: TestInput, change: impl FnOnce(&mut TestFacts)) -> Step {
+    let mut world = TestFacts::default();
     change(&mut world);
     Step(input, world)
 }
@@ -255,7 +255,7 @@ fn step_first_attempt_responds_or_gets_no_stream() {
 #[test]
 fn step_request_that_a_starting_endpoint_refuses_is_sent_to_one_that_has_been_up_longer() {
     let refused = |code| failed(0, Stage::Starting, code);
-    let none = |world: &mut World| world.not_asked = None;
+    let none = |world: &mut TestFacts| world.not_asked = None;
     let asked = "Send 0, Longer up, Token, Retry, Send 0";
     for kind in [Read, Watch] {
         let steps = steps![granted(0), refused(403), granted(0), responded(0)];
@@ -288,10 +288,11 @@ fn step_request_that_a_starting_endpoint_refuses_is_sent_to_one_that_has_been_up
 #[test]
 fn step_new_watch_is_held_until_the_outage_or_the_hold_ends() {
     let ended = || AttemptInput::OutageEnded { held: Duration::from_secs(8) };
-    let after_hold = |input| steps![unreachable(), ended(), AttemptInput::PauseEnded, input];
-    check(Watch, after_hold(granted(0)), "Hold, Pause, Acquire, Send 0");
-    check(Watch, after_hold(unreachable()), "Hold, Pause, Acquire, Hold");
-    check(Watch, after_hold(exhausted()), "Hold, Pause, Acquire, Error limit -");
+    let after_hold = |last: Step| steps![unreachable(), ended(), AttemptInput::PauseEnded, last];
+    check(Watch, after_hold(granted(0).into()), "Hold, Pause, Acquire, Send 0");
+    let not_held = with(unreachable(), |world| world.may_hold = false);
+    check(Watch, after_hold(not_held), "Hold, Pause, Acquire, Hold");
+    check(Watch, after_hold(exhausted().into()), "Hold, Pause, Acquire, Error limit -");
     check(Watch, steps![unreachable(), AttemptInput::HoldEnded], "Hold, Error no_upstream -");
     // A failure before the hold does not matter after it.
     let lost = failed(0, Stage::NoHead, 0);
@@ -308,7 +309,7 @@ fn step_new_watch_is_held_until_the_outage_or_the_hold_ends() {
 #[test]
 fn hold_lasts_for_the_timeout_of_the_watch_and_at_most_30_s() {
     for (timeout, expected) in [(None, 30), (Some(8), 8), (Some(600), 30)] {
-        let (now, mut rng, world) = (Instant::now(), Rng::with_seed(1), World::default());
+        let (now, mut rng, world) = (Instant::now(), Rng::with_seed(1), TestFacts::default());
         let timeout = timeout.map(Duration::from_secs);
         let mut attempts = Attempts::<Key>::new(Watch, false, now, timeout);
         let later = now + Duration::from_secs(2);
@@ -338,7 +339,7 @@ fn step_failed_round_follows_the_retry_table() {
     check(Read, lost(Stage::NoHead), "Retry");
     check(Write, lost(Stage::NotSent), "Retry");
     check(Write, lost(Stage::NoHead), "Error unknown_outcome unsafe");
-    let not_held = |world: &mut World| world.body = BodyState::NotHeld;
+    let not_held = |world: &mut TestFacts| world.body = BodyState::NotHeld;
     check(Write, with(failed(0, Stage::Unprocessed, 503), not_held), "Rejection 503");
     let unprocessed = with(failed(0, Stage::Unprocessed, 0), not_held);
     check(Write, unprocessed, "Error unprocessed not_held");
@@ -346,7 +347,7 @@ fn step_failed_round_follows_the_retry_table() {
     check(Read, aborted, "Error bad_request -");
     // A 410 is asked of other endpoints, and kept.
     let too_old = || failed(0, Stage::TooOld, 410);
-    let no_other = |world: &mut World| world.has_other = false;
+    let no_other = |world: &mut TestFacts| world.has_other = false;
     check(Watch, too_old().into(), "Other TooOld, Retry");
     check(Watch, with(too_old(), no_other), "Other TooOld, Rejection 410");
     // An overload is asked of one other endpoint.
@@ -356,6 +357,8 @@ fn step_failed_round_follows_the_retry_table() {
     let twice = steps![granted(0), overloaded(), granted(0), failed(0, Stage::Rejected, 503)];
     let expected = "Send 0, Record 2, Other Rejected, Retry, Send 0, Record 2, Rejection 429";
     super::tests::check(Read, twice, expected);
+    let (attempts, _) = run(Read, steps![granted(0), overloaded()]);
+    assert_eq!(attempts.requirements().excluded, [EndpointKey(1), EndpointKey(2)]);
     // The versions decide.
     for (after, expected, excluded) in [
         (AfterNotReached::AskAgain, "Retry", 0),
@@ -391,7 +394,7 @@ fn rejection_is_kept_as_its_stage_says() {
         (Stage::Unprocessed, 503, false, Stage::NoHead, 0, "Error bad_gateway attempts"),
         (Stage::NoHead, 0, false, Stage::Unprocessed, 503, "Rejection 503"),
     ] {
-        let (now, mut rng, world) = (Instant::now(), Rng::with_seed(1), World::default());
+        let (now, mut rng, world) = (Instant::now(), Rng::with_seed(1), TestFacts::default());
         let mut attempts = attempts(Watch, now);
         let mut fail = |stage, code, is_floor| {
             attempts.step(granted(0), &world, now, &mut rng);
@@ -426,7 +429,7 @@ fn requirements_follow_from_the_failure() {
         let first = attempts.requirements();
         assert!(first.previous_failure.is_none() && !first.live_only && first.excluded.is_empty());
         let connection = ConnectionFacts { is_silent, suspect_since: Some(now), ..CONNECTION };
-        let world = World { connection, ..World::default() };
+        let world = TestFacts { connection, ..TestFacts::default() };
         attempts.step(granted(0), &world, now, &mut rng);
         let effect = attempts.step(failed(0, stage, 0), &world, now, &mut rng);
         assert_eq!(show(&effect), "Retry");
@@ -466,12 +469,13 @@ fn step_hedges_only_safe_requests_with_a_whole_body() {
     for (kind, is_safe) in [(Read, true), (Write, false)] {
         let (attempts, _) = run(kind, steps![granted(0)]);
         assert_eq!(attempts.awaited(0), Some(Awaited::Trouble));
-        let unhedged = with(troubled(0), |world| world.has_token = false);
-        let (attempts, _) = run(kind, steps![granted(0), unhedged]);
-        let Some(Awaited::Loss { silence_from, hedge_from: None }) = attempts.awaited(0) else {
-            panic!("{:?}", attempts.awaited(0));
-        };
-        assert_eq!(silence_from.is_some(), is_safe);
+        for step in [with(troubled(0), |world| world.has_token = false), troubled(0).into()] {
+            let (attempts, _) = run(kind, steps![granted(0), step]);
+            let Some(Awaited::Loss { silence_from, hedge_from: None }) = attempts.awaited(0) else {
+                panic!("{:?}", attempts.awaited(0));
+            };
+            assert_eq!(silence_from.is_some(), is_safe);
+        }
     }
 }
 
@@ -484,6 +488,14 @@ fn step_uses_the_first_response_of_parallel_attempts() {
     check(steps![lost(0), responded(1)], "Wait, Respond 1 | hedge");
     check(steps![lost(0), lost(1)], "Wait, Retry | failed");
     check(steps![given_up(0)], "Retry | failed");
+    // Its hedge goes on if only one of the conditions holds.
+    for (is_silent, has_live) in [(true, true), (false, false)] {
+        let failed = with(failed(0, Stage::NoHead, 0), |world| {
+            world.connection.is_silent = is_silent;
+            world.has_live = has_live;
+        });
+        check(steps![failed, responded(1)], "Wait, Respond 1 | hedge");
+    }
     check(steps![lost(1), responded(0)], "Wait, Respond 0 | original");
     check(steps![lost(1), lost(0)], "Wait, Retry | failed");
     // The hedge is hedged itself.
@@ -519,7 +531,7 @@ fn step_hedge_without_a_stream_is_repeated_after_a_pause() {
 
     let (now, mut rng) = (Instant::now(), Rng::with_seed(1));
     let (mut attempts, _) = run(Read, first());
-    attempts.step(no_stream(), &World::default(), now, &mut rng);
+    attempts.step(no_stream(), &TestFacts::default(), now, &mut rng);
     let Some(Awaited::Loss { hedge_from, .. }) = attempts.awaited(0) else { panic!() };
     assert_eq!(hedge_from, Some(now + HEDGE_INTERVAL));
     assert_eq!(attempts.awaited(1), None);
@@ -579,7 +591,7 @@ fn step_silent_safe_request_is_given_up_without_a_live_connection() {
     check(steps![silent()], "Wait");
     let (now, mut rng) = (Instant::now(), Rng::with_seed(1));
     let (mut attempts, _) = run(Read, hedged(steps![]));
-    attempts.step(silent(), &World::default(), now, &mut rng);
+    attempts.step(silent(), &TestFacts::default(), now, &mut rng);
     let Some(Awaited::Loss { silence_from, .. }) = attempts.awaited(0) else { panic!() };
     assert_eq!(silence_from, Some(now + LIVE_CHECK_INTERVAL));
 }
@@ -589,7 +601,7 @@ fn heartbeat_is_probed_each_second_and_given_up_after_four() {
     let (now, mut rng) = (Instant::now(), Rng::with_seed(1));
     let mut attempts = Attempts::<Key>::new(Write, true, now, None);
     assert_eq!(attempts.heartbeat_due(), None);
-    attempts.step(granted(0), &World::default(), now, &mut rng);
+    attempts.step(granted(0), &TestFacts::default(), now, &mut rng);
     let ill = Some("it is degraded");
     // The time in milliseconds, the health, and the effect.
     for (due, ill_health, expected) in [
@@ -602,7 +614,7 @@ fn heartbeat_is_probed_each_second_and_given_up_after_four() {
     ] {
         let due = now + Duration::from_millis(due);
         assert_eq!(attempts.heartbeat_due(), Some(due));
-        let world = World { ill_health, ..World::default() };
+        let world = TestFacts { ill_health, ..TestFacts::default() };
         let effect = attempts.step(AttemptInput::HeartbeatDue, &world, due, &mut rng);
         assert_eq!(show(&effect), expected);
         if let AttemptEffect::GiveUp { reason, .. } = effect {
@@ -610,12 +622,12 @@ fn heartbeat_is_probed_each_second_and_given_up_after_four() {
         }
     }
     let failed = failed(0, Stage::Unanswered, 0);
-    let effect = attempts.step(failed, &World::default(), now, &mut rng);
+    let effect = attempts.step(failed, &TestFacts::default(), now, &mut rng);
     assert_eq!(attempts.heartbeat_due(), None);
     assert_eq!(show(&effect), "Error heartbeat_ended unsafe");
 }
 
-/// In a release build the client gets an error, in any other one the test ends.
+/// An impossible input panics with debug assertions. Without them the client gets an error.
 #[test]
 fn step_refuses_an_input_that_is_impossible() {
     let ended = || AttemptInput::OutageEnded { held: Duration::ZERO };
@@ -643,13 +655,12 @@ fn step_refuses_an_input_that_is_impossible() {
         let (mut attempts, before) = run(Read, steps);
         let step = std::panic::AssertUnwindSafe(|| {
             let (now, mut rng) = (Instant::now(), Rng::with_seed(1));
-            show(&attempts.step(impossible, &World::default(), now, &mut rng))
+            show(&attempts.step(impossible, &TestFacts::default(), now, &mut rng))
         });
         let result = std::panic::catch_unwind(step);
         assert_eq!(result.is_err(), cfg!(debug_assertions), "{name} after {before}");
-        if let Ok(effect) = result {
-            assert_eq!(effect, "Error internal_error -", "{name} after {before}");
-            assert_eq!(attempts.awaited(0), None, "{name} after {before}");
-        }
+        let effect = attempts.refuse_impossible(name, "Sent");
+        assert_eq!(show(&effect), "Error internal_error -", "{name} after {before}");
+        assert_eq!(attempts.awaited(0), None, "{name} after {before}");
     }
 }

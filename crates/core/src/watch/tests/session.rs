@@ -454,7 +454,7 @@ fn error_410_is_withheld_while_other_endpoints_are_asked() {
     }
 }
 
-/// In a release build the watch ends, in any other one the test does.
+/// An impossible input panics with debug assertions. Without them the watch ends.
 #[test]
 fn step_ends_a_watch_at_an_impossible_input() {
     let now = Instant::now();

@@ -25,7 +25,7 @@ struct RandomFacts {
     taken: Cell<u32>,
     /// Tokens that are left.
     tokens: Cell<u32>,
-    /// Endpoints that have been up longer were found, which takes a token as well.
+    /// Requests to an endpoint that has been up longer, each of which takes a token as well.
     longer_up: Cell<u32>,
 }
 
@@ -115,6 +115,8 @@ struct Shell {
     hedges: u32,
     /// Hedges that were cancelled while they waited for a stream.
     cancelled: u32,
+    /// Those of them that were reported.
+    reported: u32,
     /// Attempts at the request that may have reached a handler.
     reached: u32,
     firsts: u32,
@@ -134,6 +136,7 @@ impl Shell {
             returned: 0,
             hedges: 0,
             cancelled: 0,
+            reported: 0,
             reached: 0,
             firsts: 0,
         }
@@ -270,8 +273,9 @@ impl Shell {
     /// Counts the outcomes of hedges.
     fn count(&mut self) {
         for outcome in self.attempts.hedge_outcomes() {
-            if outcome == HedgeOutcome::NoConnection {
-                self.returned += 1;
+            self.reported += u32::from(outcome == HedgeOutcome::Cancelled);
+            self.returned += u32::from(outcome == HedgeOutcome::NoConnection);
+            if outcome.returns_token() {
                 self.facts.tokens.set(self.facts.tokens.get() + 1);
             }
         }
@@ -311,7 +315,8 @@ proptest! {
         prop_assert_eq!(shell.hedges, shell.attempts.hedges_sent());
         prop_assert!(shell.attempts.awaited(0).is_none());
         prop_assert_eq!(shell.slots, [Slot::Ended; MAX_PARALLEL]);
-        // A hedge that is cancelled while it waits for its stream costs a token.
+        prop_assert_eq!(shell.reported, shell.cancelled);
+        // Each token was used by a hedge or by a request to an endpoint that has been up longer, or goes back.
         let left = shell.returned + shell.hedges + shell.cancelled + shell.facts.longer_up.get();
         prop_assert_eq!(shell.facts.taken.get(), left);
         prop_assert!(shell.attempts.hedge_outcomes().next().is_none());

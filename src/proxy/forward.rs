@@ -22,7 +22,7 @@ use std::time::Instant;
 use fastrand::Rng;
 use http::{HeaderMap, Request, Response, header};
 use jackstay_core::admission::ByteAccount;
-use jackstay_core::request::attempts::Refused;
+use jackstay_core::request::attempts::{AttemptEffect, Refused};
 use jackstay_core::request::info::{RequestInfo, RequestKind};
 use jackstay_core::request::retry::Stage;
 use jackstay_core::request::{hygiene, retry};
@@ -154,9 +154,11 @@ impl ForwardedRequest {
         self.execute(progress, first, input).await
     }
 
-    /// Reports an input of the first attempt to the state machine. The effect is dropped, because the caller executes it.
+    /// Reports an input of the first attempt to the state machine. The caller executes the effect.
     fn step(&self, progress: &mut Progress, input: AttemptInput) {
-        progress.attempts.step(input, &self.facts(None), clock::now(), &mut Rng::new());
+        let (now, mut rng) = (clock::now(), Rng::new());
+        let effect = progress.attempts.step(input, &self.facts(None), now, &mut rng);
+        debug_assert!(matches!(effect, AttemptEffect::Send { .. } | AttemptEffect::Respond { .. }));
     }
 
     /// Takes a stream for the first attempt of a round.

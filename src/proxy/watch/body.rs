@@ -265,7 +265,7 @@ impl WatchBody {
                 if result.is_accepted() {
                     self.context.forget_last_connection();
                     self.switch_to(response, "resumed");
-                    return self.step(SessionInput::Accepted, "");
+                    return self.step(SessionInput::Accepted, "an endpoint continues the watch");
                 }
                 let cause = self.context.describe_refusal(&response);
                 (result, Some(Rc::clone(response.permit.connection())), cause)
@@ -438,7 +438,11 @@ impl WatchBody {
                 "watch ended"
             );
         }
-        self.outcome.cut(Side::Upstream, cause.to_owned());
+        let side = match reason {
+            NotResumable::InternalError => Side::Jackstay,
+            _ => Side::Upstream,
+        };
+        self.outcome.cut(side, cause.to_owned());
         if ending == Ending::Reset {
             let cause = format!("the watch was lost and cannot be resumed: {cause}");
             self.source = Source::Ended(Some(cause));

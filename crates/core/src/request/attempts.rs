@@ -21,7 +21,7 @@
 //! | Sent, Parallel | `Responded` | Ended | `Respond`; the other attempts are cancelled |
 //! | Sent, or Parallel without another attempt | `Failed`: the request may be sent again | Acquiring, next round | `Retry` |
 //! | the same | `Failed`: it may not | Ended | `Refuse` |
-//! | any | an input that is impossible in it | Ended | `Refuse` with `internal_error`, or with the rejection that is kept; a panic with debug assertions |
+//! | any | an input that is impossible in it | Ended | `Refuse` with `internal_error`; a panic with debug assertions |
 //!
 //! Whether a request may be sent again follows from the stage of its failure ([`retry::decide`]). Some stages ask for
 //! another endpoint:
@@ -285,10 +285,18 @@ impl<C> Attempts<C> {
         }
     }
 
-    /// A defect, after which the request could wait forever. Nothing is known about attempts that run.
+    /// A defect, after which the request could wait forever. Nothing is known about attempts that run, and an earlier
+    /// rejection would hide it.
     #[cold]
     fn refuse_impossible(&mut self, input: &str, state: &str) -> AttemptEffect {
-        let detail = format_args!("input {input} in state {state}");
+        self.cancel();
+        self.rejection = None;
+        let outcome = if retry::may_hedge(self.kind) {
+            ""
+        } else {
+            "; the request may or may not have been carried out"
+        };
+        let detail = format_args!("input {input} in state {state}{outcome}");
         self.refuse(StatusError::internal_error(detail), None)
     }
 

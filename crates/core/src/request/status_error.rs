@@ -99,10 +99,7 @@ impl StatusError {
 
     /// 500 without Retry-After: a defect of jackstay. The outcome of a write is unknown.
     pub fn internal_error(detail: impl Display) -> Self {
-        let message = format_args!(
-            "a defect of jackstay, please report it; the request may or may not have been carried out: \
-             {detail}"
-        );
+        let message = format_args!("a defect of jackstay, please report it: {detail}");
         Self::new(StatusCode::INTERNAL_SERVER_ERROR, "InternalError", "internal_error", message)
     }
 

@@ -29,7 +29,8 @@ pub trait Facts<C> {
     /// Whether a new watch may be held.
     fn may_hold(&self) -> bool;
 
-    /// Takes a token from the budget of hedges.
+    /// Takes a token from the budget of hedges. One that this step returns ([`super::HedgeOutcome::returns_token`]) is not
+    /// there yet.
     fn take_hedge_token(&self) -> bool;
 
     /// Whether a ready endpoint other than these is left and the budget has a token, which this takes.

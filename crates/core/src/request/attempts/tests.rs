@@ -663,4 +663,9 @@ fn step_refuses_an_input_that_is_impossible() {
         assert_eq!(show(&effect), "Error internal_error -", "{name} after {before}");
         assert_eq!(attempts.awaited(0), None, "{name} after {before}");
     }
+    // The token of a hedge returns, and an earlier rejection does not hide the defect.
+    let steps = steps![granted(0), failed(0, Stage::Rejected, 429), granted(0), troubled(0)];
+    let (mut attempts, _) = run(Read, steps);
+    assert_eq!(show(&attempts.refuse_impossible("Silent", "Parallel")), "Error internal_error -");
+    assert_eq!(attempts.hedge_outcomes().collect::<Vec<_>>(), [HedgeOutcome::Cancelled]);
 }

@@ -195,7 +195,7 @@ impl WatchBody {
         match pushed.effect {
             SessionEffect::None => self.leave_if_possible(),
             SessionEffect::NextEndpoint | SessionEffect::Withhold => {
-                self.rejected(pushed.error_event)
+                self.rejected(pushed.error_event);
             }
             effect => {
                 self.detach();

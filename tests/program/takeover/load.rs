@@ -83,6 +83,17 @@ pub struct ReconnectingClient {
     results: Arc<Results>,
 }
 
+/// The state of the connection, for a request without an answer.
+impl fmt::Display for ReconnectingClient {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self.connection.try_lock() {
+            Ok(current) if current.as_ref().is_none_or(|client| client.is_closed()) => "closed",
+            Ok(_) => "connected",
+            Err(_) => "connecting",
+        })
+    }
+}
+
 impl ReconnectingClient {
     pub fn new(setup: &Setup, results: &Arc<Results>) -> Arc<Self> {
         Arc::new(Self {

@@ -325,11 +325,13 @@ fn start_clients(
     let client = ReconnectingClient::new(setup, &Arc::default());
     let kept_connection = tokio::spawn(async move {
         while !recorded.stop.load(Relaxed) {
-            let request = client.request(CONFIGMAPS, None);
-            let result = answered("request on a kept connection", request).await;
+            let mut request = Box::pin(client.request(CONFIGMAPS, None));
+            let result = answered("request on a kept connection", request.as_mut()).await;
+            // The request still holds its socket, perhaps of a connect.
             if result.as_ref().is_err_and(|error| error.kind() == ErrorKind::TimedOut) {
-                println!("sockets of {address}:\n{}", sockets_of_port(address.port()));
+                println!("{address}, {client}:\n{}", sockets_of_port(address.port()));
             }
+            drop(request);
             recorded.record(result.map(drop), may_be_reset);
             pause(INTERVAL).await;
         }

@@ -1,7 +1,7 @@
 //! Makes the GOAWAY of a server name the last stream that has arrived, as Go's server does (`x/net/http2`, `server.go`,
 //! `startGracefulShutdown`): later streams are not processed. hyper first sends one that allows all streams. Two
-//! limits: header blocks of later streams do not enter the table of the HPACK decoder, so a client must not refer to them
-//! in trailers, and the bytes of their bodies do not return to the window of the connection.
+//! limits: header blocks of later streams do not enter the table of the HPACK decoder, so a client must not refer to
+//! them in trailers, and the bytes of their bodies do not return to the window of the connection.
 
 use std::io;
 use std::pin::Pin;

@@ -1,8 +1,8 @@
 //! When the share of the requests that go to the newest version, during an upgrade of the control plane, is withdrawn
 //! because that version fails more often.
 //!
-//! Every [`INTERVAL`] the shell passes the answers of each endpoint to [`CanaryGuard::step`]. The share is withdrawn if all
-//! of this holds for the last minute:
+//! Every [`INTERVAL`] the shell passes the answers of each endpoint to [`CanaryGuard::step`]. The share is withdrawn if
+//! all of this holds for the last minute:
 //!
 //! | rule | reason |
 //! |---|---|

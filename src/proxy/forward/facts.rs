@@ -21,8 +21,8 @@ pub(super) struct RequestFacts<'a> {
 }
 
 impl ForwardedRequest {
-    /// The facts about this request. `slots`: its attempts; `None` while only the first one runs and nothing has happened to
-    /// it.
+    /// The facts about this request. `slots`: its attempts; `None` while only the first one runs and nothing has
+    /// happened to it.
     pub(super) fn facts<'a>(&'a self, slots: Option<&'a Slots<'a>>) -> RequestFacts<'a> {
         RequestFacts { request: self, slots }
     }

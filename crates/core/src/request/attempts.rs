@@ -1,7 +1,7 @@
 //! The state machine of the attempts at one request: the first attempt, hedges, retries, and the hold of a new watch. It
 //! does no I/O and reads no clock. [`Attempts::step`] takes an [`AttemptInput`], the [`Facts`], the time and a random
-//! number generator, and returns the [`AttemptEffect`] that the shell executes. Some facts take a token from a budget or
-//! record a rejection. Connections are opaque.
+//! number generator, and returns the [`AttemptEffect`] that the shell executes. Some facts take a token from a budget
+//! or record a rejection. Connections are opaque.
 //!
 //! A request begins with [`AttemptEffect::Acquire`]. A *round* has a first attempt and its hedges. If all of them fail,
 //! the failure of the first one decides on the next round ([`retry::decide`], at most [`ATTEMPTS`] rounds).
@@ -457,9 +457,9 @@ impl<C> Attempts<C> {
         }
     }
 
-    /// Keeps the rejection of a failed attempt if it says more than the one before. The first one for overload is kept while
-    /// other endpoints are tried, and the last 410, or 504 of a version that the client asks for; any other rejection only
-    /// if it is the last. A refusal of an apiserver that may be starting says less than any other rejection.
+    /// Keeps the rejection of a failed attempt if it says more than the one before. The first one for overload is kept
+    /// while other endpoints are tried, and the last 410, or 504 of a version that the client asks for; any other
+    /// rejection only if it is the last. A refusal of an apiserver that may be starting says less than any other.
     fn keep_rejection(&mut self, failure: &mut AttemptFailure<C>, is_retried: bool) {
         let kept = self.rejection.as_ref().map(|kept| kept.0.status.as_u16());
         let is_kept = match failure.stage {

@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 use super::input::AfterNotReached;
 use crate::pool::{ConnectionKey, EndpointKey};
 
-/// What [`super::Attempts::step`] asks the shell. Each method returns at once. Some take a token from a budget or record a
-/// rejection.
+/// What [`super::Attempts::step`] asks the shell. Each method returns at once. Some take a token from a budget or record
+/// a rejection.
 pub trait Facts<C> {
     /// The state of a connection that an attempt has used.
     fn connection(&self, connection: &C) -> ConnectionFacts;
@@ -29,8 +29,8 @@ pub trait Facts<C> {
     /// Whether a new watch may be held.
     fn may_hold(&self) -> bool;
 
-    /// Takes a token from the budget of hedges. One that this step returns ([`super::HedgeOutcome::returns_token`]) is not
-    /// there yet.
+    /// Takes a token from the budget of hedges. One that this step returns ([`super::HedgeOutcome::returns_token`]) is
+    /// not there yet.
     fn take_hedge_token(&self) -> bool;
 
     /// Whether a ready endpoint other than these is left and the budget has a token, which this takes.
@@ -44,7 +44,8 @@ pub trait Facts<C> {
     fn not_asked_after_refusal(&self, endpoint: EndpointKey) -> Option<Vec<EndpointKey>>;
 
     /// How the request continues after an endpoint that has reached only the version `reached`. `without_version`: the
-    /// endpoints that have not reached it, this one included. `may_ask_other`: enough attempts are left to ask another one.
+    /// endpoints that have not reached it, this one included. `may_ask_other`: enough attempts are left to ask another
+    /// one.
     fn after_not_reached(
         &self,
         reached: u64,

@@ -2,9 +2,10 @@
 
 use crate::wait;
 use std::io::{BufRead, BufReader};
-use std::net::SocketAddr;
+use std::net::{SocketAddr, TcpListener};
 use std::ops::{Deref, DerefMut};
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -113,11 +114,26 @@ impl Drop for Process {
     }
 }
 
-/// A free port of loopback. If another process takes it first, the process that shall listen there fails to start with
-/// an error.
+/// A free port of loopback, for a process that starts later or again. The kernel gives it to no other socket, because it
+/// is below `net.ipv4.ip_local_port_range` (ip(7)), and each test has other ones, by its PID.
 pub fn free_address() -> SocketAddr {
-    std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap()
+    static TAKEN: AtomicU32 = AtomicU32::new(0);
+    let first = FIRST_PORT + std::process::id() % PORT_RANGES * PORTS;
+    let next = || first + TAKEN.fetch_add(1, Ordering::Relaxed);
+    let candidates = std::iter::repeat_with(next).take_while(|port| *port < END_OF_PORTS);
+    let addresses =
+        candidates.map(|port| SocketAddr::from(([127, 0, 0, 1], port.try_into().unwrap())));
+    let mut free = addresses.filter(|address| TcpListener::bind(address).is_ok());
+    free.next().expect("a port below the ephemeral ones is free")
 }
+
+/// The ports of [`free_address`]: above those of services, below the ephemeral ones.
+const FIRST_PORT: u32 = 10_000;
+const END_OF_PORTS: u32 = 32_768;
+
+/// Ports of one test. A test that needs more uses those of another PID that nobody listens on.
+const PORTS: u32 = 8;
+const PORT_RANGES: u32 = 2_750;
 
 /// The first loopback address with a port in a log line.
 pub fn first_address(line: &str) -> SocketAddr {

@@ -243,6 +243,9 @@ impl Results {
 /// Clients with a new connection for each request, and with kept connections.
 const CLIENTS: usize = 4;
 
+/// Drain timeout of the restarts in a loop. A request on a new L4 connection fails if it lasts longer.
+const LOOP_DRAIN: Duration = Duration::from_secs(4);
+
 /// Interval of the requests of a client.
 const INTERVAL: Duration = Duration::from_millis(5);
 
@@ -250,8 +253,7 @@ const INTERVAL: Duration = Duration::from_millis(5);
 /// still open when the drain ends. All other failures are refused connections while no process serves.
 async fn restart_in_a_loop(mode: &'static str) {
     let rounds = if long_form() { 50 } else { 10 };
-    let drain_timeout = Duration::from_secs(1);
-    let mut setup = Setup::with(1, |config| configure(mode, drain_timeout, config)).await;
+    let mut setup = Setup::with(1, |config| configure(mode, LOOP_DRAIN, config)).await;
     for flags in [&["--take-over"][..], &[]] {
         let results = Arc::<Results>::default();
         let clients: Vec<_> =

@@ -1,6 +1,6 @@
 //! jackstay as a process, and the processes that replace it.
 
-use crate::support::child::{PROCESS_TIMEOUT, Process, first_address};
+use crate::support::child::{PROCESS_TIMEOUT, Process, free_address};
 use crate::support::{TestCluster, pages, until, write_config};
 use jackstay::config::Config;
 use std::net::SocketAddr;
@@ -105,15 +105,14 @@ impl Setup {
         config.shutdown.drain_timeout = DRAIN_TIMEOUT;
         change(&mut config);
         config.state_dir = Some(cluster.certs.path().join("state"));
+        // The next processes use the ports of the first one.
+        let (admin, address) = (free_address(), free_address());
+        config.admin.bind = admin;
+        config.listeners[0].bind = vec![address];
         let file = cluster.certs.path().join("jackstay.yaml");
         write_config(&file, &config);
         let mut process = Process::spawn(command(Path::new(BINARY), &file, &[]));
-        let admin = first_address(&process.wait_output("the admin endpoint listens").await);
-        let address = first_address(&process.wait_output("\"apiserver\"").await);
-        // The next processes use the ports of the first one.
-        config.admin.bind = admin;
-        config.listeners[0].bind = vec![address];
-        write_config(&file, &config);
+        process.wait_output("the admin endpoint listens").await;
         let current_file = file.clone();
         let setup =
             Self { process, cluster, config, address, admin, file, current_file, changes: 0 };

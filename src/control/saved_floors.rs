@@ -13,6 +13,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use arc_swap::ArcSwap;
+use jackstay_core::reads::FloorVersions;
 use jackstay_sys::simulation::run_blocking;
 use jackstay_sys::{clock, files};
 use serde::{Deserialize, Serialize};
@@ -21,7 +22,7 @@ use tokio::time::{sleep_until, timeout};
 
 use crate::upstream::Upstream;
 use crate::upstream::client_key::{ClientHasher, ClientKey};
-use crate::upstream::version_floors::{FloorVersions, MAX_FLOORS, NamedFloor};
+use crate::upstream::version_floors::{MAX_FLOORS, NamedFloor};
 
 /// Shortest time between two writes.
 const INTERVAL: Duration = Duration::from_secs(60);

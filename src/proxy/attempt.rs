@@ -7,7 +7,8 @@ use bytes::Bytes;
 use h2::RecvStream;
 use h2::client::ResponseFuture;
 use http::{Request, response};
-use jackstay_core::request::attempts::{self, AttemptFailure, MissedVersion};
+use jackstay_core::lag::current_of_too_large;
+use jackstay_core::request::attempts::{self, AttemptFailure};
 use jackstay_core::request::head_hold::prefix_size;
 use jackstay_core::request::info::RequestKind;
 use jackstay_core::request::overload_rejection::{is_overload, may_be_overload};
@@ -20,7 +21,6 @@ use jackstay_core::request::start_up;
 use jackstay_sys::clock;
 
 use super::body_prefix::body_prefix;
-use super::consistent_reads::RequestVersions;
 use super::request_body::{RequestBody, UploadTask};
 use super::upstream_client::UpstreamResponse;
 use crate::upstream::connection::{Connection, Permit, describe_h2_error};
@@ -48,7 +48,7 @@ pub(super) fn failed(stage: Stage, reason: &str, connection: &Rc<Connection>) ->
         connection: Rc::clone(connection),
         endpoint: connection.endpoint.key(),
         response: None,
-        version: MissedVersion::default(),
+        reached: 0,
     }
 }
 
@@ -85,11 +85,12 @@ impl Attempt {
     }
 
     /// Waits for the response head, and for the beginning of the body if the request may be sent again.
-    /// Nothing is forwarded before that, so the request can be repeated if the connection is lost.
+    /// Nothing is forwarded before that, so the request can be repeated if the connection is lost. `has_versions`: whether
+    /// another endpoint is asked if the apiserver has not reached the version of the request.
     pub(super) async fn response(
         self,
         kind: RequestKind,
-        versions: Option<&RequestVersions>,
+        has_versions: bool,
     ) -> Result<UpstreamResponse, FailedAttempt> {
         let Self { mut permit, response, upload } = self;
         let connection = Rc::clone(permit.connection());
@@ -100,7 +101,7 @@ impl Attempt {
         };
         let arrived = clock::now();
         connection.endpoint.response_received(head.status.as_u16());
-        let possible = PossibleRejection::of(kind, &head, versions, &connection);
+        let possible = PossibleRejection::of(kind, &head, has_versions, &connection);
         let longest = possible.longest_body(&head);
         let mut prefix = None;
         if let Some(size) = longest.map(|longest| longest + 1).or(prefix_size(kind)) {
@@ -110,22 +111,13 @@ impl Attempt {
         // A body that comes late is no rejection that another apiserver is asked about: its head is not held for that.
         if longest.is_some() && recv.is_end_stream() {
             let body = prefix.clone().unwrap_or_default();
-            if let Some((stage, reason, version)) =
-                possible.rejection(&head, &body, versions, &connection)
-            {
+            if let Some((stage, reason, reached)) = possible.rejection(&head, &body) {
                 permit.finished();
                 let response = Some(Box::new((head, body)));
-                return Err(FailedAttempt { response, version, ..failed(stage, reason) });
+                return Err(FailedAttempt { response, reached, ..failed(stage, reason) });
             }
         }
         permit.head_arrived(arrived);
-        if let Some(versions) = versions {
-            let body = (prefix.as_ref(), recv.is_end_stream());
-            if let Some(version) = versions.stale(&head, body, &connection.endpoint) {
-                let reason = "the list is older than one that the client has seen";
-                return Err(FailedAttempt { version, ..failed(Stage::NotReached, reason) });
-            }
-        }
         Ok(UpstreamResponse { head, recv, prefix, permit, upload })
     }
 }
@@ -138,7 +130,7 @@ impl PossibleRejection {
     fn of(
         kind: RequestKind,
         head: &response::Parts,
-        versions: Option<&RequestVersions>,
+        has_versions: bool,
         connection: &Connection,
     ) -> Self {
         let stage = retry::stage_of_rejection(kind, head.status.as_u16());
@@ -146,10 +138,7 @@ impl PossibleRejection {
             Stage::Starting => {
                 is_at_most(&head.headers, start_up::MAX_BODY) && connection.endpoint.is_starting()
             }
-            Stage::NotReached => {
-                is_short(&head.headers)
-                    && versions.is_some_and(|versions| versions.may_be_not_reached(head.status))
-            }
+            Stage::NotReached => has_versions && is_short(&head.headers),
             Stage::Rejected => may_be_overload(head.status, &head.headers),
             _ => is_short(&head.headers),
         }))
@@ -164,14 +153,9 @@ impl PossibleRejection {
         }
     }
 
-    /// Which rejection the response is, and why, if it is one.
-    fn rejection(
-        self,
-        head: &response::Parts,
-        body: &Bytes,
-        versions: Option<&RequestVersions>,
-        connection: &Connection,
-    ) -> Option<(Stage, &'static str, MissedVersion)> {
+    /// Which rejection the response is, why, and the version that the endpoint has reached if it is about that; `None` if it
+    /// is none.
+    fn rejection(self, head: &response::Parts, body: &Bytes) -> Option<(Stage, &'static str, u64)> {
         let (stage, reason) = match self.0 {
             Some(Stage::Starting) if body.len() <= start_up::MAX_BODY => {
                 (Stage::Starting, "the apiserver may have just started, and refuses the client")
@@ -180,9 +164,9 @@ impl PossibleRejection {
                 (Stage::TooOld, "the apiserver's watch cache starts after this version")
             }
             Some(Stage::NotReached) => {
-                let missed = versions?.not_reached(body, &connection.endpoint)?;
+                let reached = current_of_too_large(body)?;
                 let reason = "the apiserver's watch cache has not reached this version";
-                return Some((Stage::NotReached, reason, missed));
+                return Some((Stage::NotReached, reason, reached));
             }
             _ if is_rejection(head.status, &head.headers, body) => {
                 (Stage::Unprocessed, "the apiserver is shutting down")
@@ -192,7 +176,7 @@ impl PossibleRejection {
             }
             _ => return None,
         };
-        Some((stage, reason, MissedVersion::default()))
+        Some((stage, reason, 0))
     }
 }
 

@@ -17,6 +17,7 @@ mod versions;
 
 use std::pin::pin;
 use std::rc::Rc;
+use std::sync::Arc;
 use std::time::Instant;
 
 use fastrand::Rng;
@@ -47,6 +48,7 @@ use super::watch::body::{ResumeContext, WatchBody};
 use crate::observe::Outcome;
 use crate::upstream::connection::{Connection, Permit};
 use crate::upstream::pool::{ClassPool, StreamRequest, StreamRequirements, Unavailable};
+use crate::upstream::resource_versions::ResourceRecord;
 use crate::upstream::version_preference::PreferredVersions;
 
 /// A request to forward.
@@ -106,7 +108,9 @@ impl ForwardedRequest {
         self.upstream.deposit();
         let requested_at = outcome.started;
         let timeout = self.watch.as_ref().and_then(|watch| watch.timeout);
-        let attempts = Attempts::new(self.info.kind, self.is_heartbeat, requested_at, timeout);
+        let read = self.resource_versions.as_ref().map(|versions| versions.read());
+        let (kind, arrival) = (self.info.kind, (requested_at, timeout));
+        let attempts = Attempts::new(kind, self.is_heartbeat, arrival, read);
         let mut progress = Progress { attempts, outcome, requested_at };
         let result = self.response(&mut progress).await;
         if progress.attempts.hedges_sent() > 0 {
@@ -128,24 +132,25 @@ impl ForwardedRequest {
         let connection = Rc::clone(permit.connection());
         progress.sent_to(&connection);
         self.step(progress, AttemptInput::Granted { attempt: 0 });
-        let attempt = match self.open(permit) {
+        let attempt = match self.open(permit, &mut progress.attempts) {
             Ok(attempt) => attempt,
             Err(failure) => {
-                let failed = AttemptInput::Failed { attempt: 0, failure };
-                return self.execute(progress, None, failed).await;
+                return self.execute(progress, None, self.failed(0, failure)).await;
             }
         };
-        let response = attempt.response(self.info.kind, self.resource_versions.as_deref());
+        let response = attempt.response(self.info.kind, self.resource_versions.is_some());
         let mut response = FirstResponse(pin!(Some(response)));
         let input = tokio::select! {
             biased;
-            result = &mut response => match result {
-                Ok(response) => {
-                    self.step(progress, AttemptInput::Responded { attempt: 0 });
-                    return Ok(response);
+            result = &mut response => {
+                match result.and_then(|response| self.compare(response, &mut progress.attempts)) {
+                    Ok(response) => {
+                        self.step(progress, AttemptInput::Responded { attempt: 0 });
+                        return Ok(response);
+                    }
+                    Err(failure) => self.failed(0, failure),
                 }
-                Err(failure) => AttemptInput::Failed { attempt: 0, failure },
-            },
+            }
             () = until_troubled(&connection, &self.upstream) => {
                 AttemptInput::Troubled { attempt: 0 }
             }
@@ -163,14 +168,14 @@ impl ForwardedRequest {
 
     /// Takes a stream for the first attempt of a round.
     async fn acquire(&self, attempts: &Attempts) -> Result<Permit, Unavailable> {
-        let request = self.stream_request(attempts.requirements());
+        let request = self.stream_request(self.wanted_version(attempts), attempts.requirements());
         self.upstream.pool.acquire(&self.class, request).await
     }
 
     /// Opens the stream of an attempt.
-    fn open(&self, permit: Permit) -> Result<Attempt, FailedAttempt> {
+    fn open(&self, permit: Permit, attempts: &mut Attempts) -> Result<Attempt, FailedAttempt> {
         let connection = Rc::clone(permit.connection());
-        let head = self.head_for(&connection.endpoint);
+        let head = self.head_for(&connection.endpoint, attempts);
         let attempt = Attempt::open(permit, head, self.body.as_ref()).map_err(|error| {
             FailedAttempt { reason: error.to_string(), ..failed(Stage::NotSent, "", &connection) }
         })?;
@@ -181,14 +186,18 @@ impl ForwardedRequest {
     }
 
     /// The request for a stream with these requirements, to which it adds those of the kind of the request.
-    fn stream_request(&self, required: StreamRequirements) -> StreamRequest<'_> {
+    fn stream_request<'a>(
+        &'a self,
+        resource_version: Option<(&'a Arc<ResourceRecord>, u64)>,
+        required: StreamRequirements,
+    ) -> StreamRequest<'a> {
         StreamRequest {
             required: StreamRequirements {
                 long_running: self.info.long_running(),
                 may_be_held: self.info.kind == RequestKind::Watch,
                 ..required
             },
-            resource_version: self.wanted_version(),
+            resource_version,
             client_subject: self.proof.subject(),
             versions: self.versions,
         }
@@ -225,6 +234,7 @@ impl ForwardedRequest {
             body.stop_holding();
         }
         let Progress { attempts, mut outcome, requested_at } = progress;
+        let mut learner = self.learner(&response, &attempts);
         let UpstreamResponse { mut head, mut recv, prefix, mut permit, upload } = response;
         let upload = upload.and_then(UploadTask::answered);
         if attempts.hedges_sent() > 0 {
@@ -234,7 +244,6 @@ impl ForwardedRequest {
         }
         hygiene::downstream_headers(&mut head.headers, false);
         outcome.code = Some(head.status.as_u16());
-        let mut learner = self.learner(&head, &permit);
         if let Some(data) = prefix.as_ref().filter(|_| recv.is_end_stream()) {
             let data = data.clone();
             // A whole body was compared with the floor before.
@@ -269,8 +278,9 @@ impl ForwardedRequest {
             let with_gzip = adapt_watch_headers(&mut head.headers, coding, gzip_for_client);
             let relay = Relay::new(encoding, watch, requested_at, frames);
             let endpoint = &permit.connection().endpoint;
-            let versions = resource_versions
-                .and_then(|versions| versions.of_watch(&info, upstream.pool.upstream(), endpoint));
+            let versions = resource_versions.zip(attempts.read()).and_then(|(versions, read)| {
+                versions.of_watch(read, &info, upstream.pool.upstream(), endpoint)
+            });
             let context =
                 ResumeContext::new((upstream, class), proof, drain, request, &head, versions);
             let recv = (recv, coding);

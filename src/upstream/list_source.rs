@@ -1,77 +1,26 @@
-//! Whether the apiservers of an upstream read most-recent lists from etcd, as their answers have shown.
-//!
-//! Since Kubernetes 1.31 the cache answers them, unless the feature gate `ConsistentListFromCache` is off (until 1.33) or
-//! etcd is older than 3.5.13 (apiserver, `storage/cacher/delegator/interface.go`, `ConsistentReadSupported`). Then the cache
-//! has not reached the version of such a list, and the next list of any version shows that. A fallback to etcd, after the
-//! cache was not fresh for 3 s, shows the same, so the finding holds for a pause only, which doubles with each new finding.
-//! Meanwhile, each list from a cache that is older than a most-recent one of the same endpoint before confirms it.
-//!
-//! It holds for all apiservers, because they share etcd and their gates. If each had to show it, the first list at one that
-//! has not shown it would be a most-recent list, whose version counts at the others, too: none of them would be asked for its
-//! cache as long as the client lists every few seconds.
+//! Where the most-recent lists of an upstream come from, for all threads.
 
-use std::sync::{Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
-use jackstay_core::backoff::Backoff;
+use jackstay_core::reads::ListSource;
 
-/// How long the first finding holds. Each further one costs a list that etcd answers, for each resource and client.
-const FIRST: Duration = Duration::from_secs(60);
-/// How long a finding holds at most.
-const LONGEST: Duration = Duration::from_secs(3600);
+/// See [`jackstay_core::reads::list_source`].
+#[derive(Debug, Default)]
+pub struct SharedListSource(Mutex<ListSource>);
 
-/// Where the most-recent lists of one upstream come from.
-#[derive(Debug)]
-pub struct ListSource(Mutex<Finding>);
-
-#[derive(Debug)]
-struct Finding {
-    backoff: Backoff,
-    end: Option<Instant>,
-}
-
-impl Default for ListSource {
-    fn default() -> Self {
-        Self(Mutex::new(Finding { backoff: Backoff::new(FIRST, LONGEST), end: None }))
-    }
-}
-
-impl ListSource {
-    /// The cache was older than a most-recent list of the same endpoint before.
+impl SharedListSource {
+    /// See [`ListSource::found_in_etcd`].
     pub fn found_in_etcd(&self, now: Instant) {
-        let mut finding = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let holds = finding.end.is_some_and(|end| now < end);
-        let pause = if holds { finding.backoff.pause() } else { finding.backoff.failed() };
-        finding.end = finding.end.max(Some(now + pause));
+        self.lock().found_in_etcd(now);
     }
 
-    /// Whether such lists count as read from etcd.
+    /// See [`ListSource::come_from_etcd`].
     pub fn come_from_etcd(&self, now: Instant) -> bool {
-        let finding = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        finding.end.is_some_and(|end| now < end)
+        self.lock().come_from_etcd(now)
     }
-}
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn finding_holds_for_a_pause_that_doubles() {
-        let (source, start) = (ListSource::default(), jackstay_sys::clock::now());
-        let second = Duration::from_secs(1);
-        assert!(!source.come_from_etcd(start));
-        source.found_in_etcd(start);
-        // Requests that were sent at the same time find the same, and later ones confirm it.
-        source.found_in_etcd(start);
-        assert!(source.come_from_etcd(start + FIRST.saturating_sub(second)));
-        assert!(!source.come_from_etcd(start + FIRST));
-        source.found_in_etcd(start + FIRST / 2);
-        let again = start + FIRST / 2 + FIRST;
-        assert!(source.come_from_etcd(again.checked_sub(second).unwrap()));
-        assert!(!source.come_from_etcd(again));
-        source.found_in_etcd(again);
-        assert!(source.come_from_etcd(again + (2 * FIRST).saturating_sub(second)));
-        assert!(!source.come_from_etcd(again + 2 * FIRST));
+    fn lock(&self) -> MutexGuard<'_, ListSource> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -16,7 +16,7 @@ use arc_swap::ArcSwap;
 use jackstay_sys::clock;
 
 use super::endpoint::{Endpoint, EndpointState};
-use super::list_source::ListSource;
+use super::list_source::SharedListSource;
 
 /// Maximum number of resources of an upstream. A cluster with many custom resources has some hundred.
 const MAX_RESOURCES: usize = 1024;
@@ -27,7 +27,7 @@ const MAX_ENDPOINTS: usize = 32;
 #[derive(Debug, Default)]
 pub struct ResourceVersions {
     records: Mutex<HashMap<Arc<str>, Arc<ResourceRecord>>>,
-    lists: Arc<ListSource>,
+    lists: Arc<SharedListSource>,
 }
 
 /// The versions of one resource.
@@ -36,7 +36,7 @@ pub struct ResourceRecord {
     /// Group and resource, for example `apps/deployments`, or `pods` of the core group.
     pub name: Arc<str>,
     /// Where the most-recent lists of the upstream come from.
-    pub lists: Arc<ListSource>,
+    pub lists: Arc<SharedListSource>,
     /// The time from which [`ShownVersion::raised_at`] is counted.
     epoch: Instant,
     /// Replaced when an endpoint joins: each read looks at every candidate, and must not wait for another one.
@@ -126,11 +126,6 @@ impl ResourceVersions {
     }
 }
 
-/// The API group in the name of a record; empty for the core group.
-pub fn group_of(name: &str) -> &str {
-    name.rsplit_once('/').map_or("", |(group, _)| group)
-}
-
 impl ResourceRecord {
     /// The version that `endpoint` has shown, which its watches and reads raise.
     pub fn shown_by(&self, endpoint: &Arc<Endpoint>) -> Arc<ShownVersion> {
@@ -161,9 +156,11 @@ impl ResourceRecord {
         self.of(endpoint, |shown| shown.version() >= version).unwrap_or(false)
     }
 
-    /// The highest version of a most-recent list of `endpoint`; 0 if there was none.
-    pub fn list_of(&self, endpoint: &Arc<Endpoint>) -> u64 {
-        self.of(endpoint, |shown| shown.list.load(Ordering::Relaxed)).unwrap_or(0)
+    /// The highest version that the cache of `endpoint` has shown, and that of its most-recent lists; 0 for none.
+    pub fn versions_of(&self, endpoint: &Arc<Endpoint>) -> (u64, u64) {
+        let versions =
+            |shown: &Arc<ShownVersion>| (shown.version(), shown.list.load(Ordering::Relaxed));
+        self.of(endpoint, versions).unwrap_or_default()
     }
 
     fn of<T>(
@@ -316,11 +313,11 @@ mod tests {
         assert!(record.has_watch(&a) && !record.has_watch(&b));
         record.set(&shown, 5, start);
         assert!(record.has_reached(&a, 5) && !record.has_reached(&a, 6));
-        assert_eq!((record.list_of(&a), record.list_of(&b)), (0, 0));
+        assert_eq!((record.versions_of(&a), record.versions_of(&b)), ((5, 0), (0, 0)));
         record.raise_list(&shown, 8);
-        assert_eq!((record.list_of(&a), record.has_reached(&a, 8)), (8, false));
+        assert_eq!((record.versions_of(&a), record.has_reached(&a, 8)), ((5, 8), false));
         record.set(&shown, 5, start);
-        assert_eq!(record.list_of(&a), 5);
+        assert_eq!(record.versions_of(&a), (5, 5));
     }
 
     #[test]

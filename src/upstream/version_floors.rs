@@ -1,16 +1,8 @@
 //! The version floor of each client and resource: the highest resource version that the client has seen.
 //!
 //! A client that has one connection to one apiserver reads from one watch cache, which only moves forward. jackstay
-//! sends each request to any endpoint, so it keeps the reads of a client from going back ([`crate::proxy`] describes
+//! sends each request to any endpoint, so it keeps the reads of a client from going back ([`jackstay_core::reads`] describes
 //! how): a read gets no answer that is older than the floor.
-//!
-//! What a client has seen counts in three parts, because watch caches reach them differently:
-//!
-//! | part | from | a watch cache reaches it |
-//! |---|---|---|
-//! | objects | objects in answers to reads and writes, and in watch events | by an event |
-//! | lists | the metadata of lists | by an event, or when etcd reports its progress |
-//! | bookmarks | bookmarks of watches | the same |
 //!
 //! The number of floors is limited. When it is exceeded, the client with the most floors loses those that it has not
 //! used for the longest time, so that a client with many resources does not displace the floors of the others.
@@ -23,9 +15,11 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use std::time::{Duration, Instant};
 
+use jackstay_core::reads::{EndpointCache, FloorVersions, ListOrigin};
 use jackstay_sys::clock;
 
 use super::client_key::{ClientHasher, ClientKey, KeyHasher};
+use super::endpoint::Endpoint;
 use super::resource_versions::{ResourceRecord, ResourceVersions};
 
 /// Maximum number of floors of one upstream. A node has some hundred clients with a few resources each; a floor takes
@@ -46,24 +40,6 @@ pub struct Floor {
     bookmarks: AtomicU64,
     /// When the client has seen a list or a bookmark of a higher version, in milliseconds of the record.
     raised_at: AtomicU64,
-}
-
-/// The values of a [`Floor`].
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct FloorVersions {
-    /// The highest version of an object.
-    pub objects: u64,
-    /// The highest version of a list.
-    pub lists: u64,
-    /// The highest version of a bookmark.
-    pub bookmarks: u64,
-}
-
-impl FloorVersions {
-    /// The highest of all.
-    pub fn highest(self) -> u64 {
-        self.objects.max(self.lists).max(self.bookmarks)
-    }
 }
 
 impl Floor {
@@ -97,10 +73,20 @@ impl Floor {
 
     /// Whether the client has seen a list or a bookmark of a higher version a short time ago, so that the watch cache of a
     /// ready endpoint may be older ([`LAG_LIMIT`]).
-    pub fn is_progress_recent(&self, now: Instant) -> bool {
+    fn is_progress_recent(&self, now: Instant) -> bool {
         let age =
             self.record.milliseconds(now).saturating_sub(self.raised_at.load(Ordering::Relaxed));
         Duration::from_millis(age) < LAG_LIMIT
+    }
+
+    /// What is known of `endpoint`, for a read with this floor.
+    pub fn cache_of(&self, endpoint: &Arc<Endpoint>) -> EndpointCache {
+        let now = clock::now();
+        let server = endpoint.minor_version();
+        let from_etcd = self.record.lists.come_from_etcd(now);
+        let (reached, list) = self.record.versions_of(endpoint);
+        let lists = ListOrigin::of(server, from_etcd, || self.is_progress_recent(now));
+        EndpointCache { endpoint: endpoint.key(), server, reached, list, lists }
     }
 
     /// No endpoint has reached the floor: it is lowered to `version`, the highest one that an endpoint has. Returns

@@ -5,6 +5,7 @@
 //! shell executes it.
 //!
 //! * [`request`]: what a request asks for, whether its head is acceptable, and whether it may be sent again.
+//! * [`reads`]: how the reads of a client do not go back in time.
 //! * [`watch`]: how a watch continues on another apiserver without losing or repeating an event.
 //! * [`connection`] and [`endpoint_health`] for L7, [`flow_health`] for L4: what is dead, from the
 //!   evidence of PINGs and of the kernel ([`tcp_info`]).
@@ -56,6 +57,7 @@ pub mod placement;
 pub mod pool;
 pub mod probe;
 pub mod quantity;
+pub mod reads;
 pub mod receive_windows;
 pub mod request;
 pub mod restore;

@@ -15,6 +15,7 @@ use jackstay_core::lag::{
     EndpointDeliveryPace, Expectations, Expected, Lag, Reference, ResourceView, TICK,
     current_of_too_large, question,
 };
+use jackstay_core::request::info::group_of;
 use jackstay_sys::clock;
 use tokio::time::{MissedTickBehavior, interval, timeout};
 
@@ -22,7 +23,7 @@ use super::request::fetch;
 use crate::upstream::Upstream;
 use crate::upstream::connection::{Connection, ConnectionState};
 use crate::upstream::endpoint::{Endpoint, EndpointState, Observation, ProbeTrigger};
-use crate::upstream::resource_versions::{ResourceRecord, group_of};
+use crate::upstream::resource_versions::ResourceRecord;
 
 /// Limit of a question. kube-apiserver waits 3 s for its cache (`blockTimeout` in `watch_cache.go`).
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);

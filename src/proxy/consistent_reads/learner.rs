@@ -5,24 +5,14 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use jackstay_core::lag::Expected;
-use jackstay_core::request::info::is_built_in_group;
+use jackstay_core::reads::Shows;
+use jackstay_core::request::info::{group_of, is_built_in_group};
 use jackstay_sys::clock;
 
 use super::body_version::{BodyVersion, ReadProgress};
 use crate::proxy::upstream_client::UpstreamClient;
 use crate::upstream::endpoint::{Endpoint, EndpointState};
-use crate::upstream::resource_versions::group_of;
 use crate::upstream::version_floors::Floor;
-
-/// What the version of a response shows of its endpoint.
-#[derive(Clone, Copy)]
-pub(super) enum Shows {
-    /// Its cache has reached the version.
-    Cache,
-    /// Its cache has reached the version, unless the server read the list from etcd.
-    MostRecentList,
-    Nothing,
-}
 
 /// What the bytes of a body have shown.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

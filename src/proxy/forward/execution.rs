@@ -134,14 +134,21 @@ impl<'a> Execution<'a> {
         match event {
             Event::Granted => AttemptInput::Granted { attempt },
             Event::NoStream => AttemptInput::NoHedgeStream { attempt },
-            Event::Responded(response) => {
-                self.response = Some(*response);
-                AttemptInput::Responded { attempt }
-            }
-            Event::Failed(failure) => AttemptInput::Failed { attempt, failure },
+            Event::Responded(response) => self.responded(attempt, *response),
+            Event::Failed(failure) => self.request.failed(attempt, failure),
             Event::Troubled => AttemptInput::Troubled { attempt },
             Event::Silent => AttemptInput::Silent { attempt },
             Event::HedgeDue => AttemptInput::HedgeDue { attempt },
+        }
+    }
+
+    fn responded(&mut self, attempt: usize, response: UpstreamResponse) -> AttemptInput {
+        match self.request.compare(response, &mut self.progress.attempts) {
+            Ok(response) => {
+                self.response = Some(response);
+                AttemptInput::Responded { attempt }
+            }
+            Err(failure) => self.request.failed(attempt, failure),
         }
     }
 
@@ -177,11 +184,11 @@ impl<'a> Execution<'a> {
             return Some(AttemptInput::NotExecutable);
         };
         let connection = Rc::clone(permit.connection());
-        let opened = match request.open(permit) {
+        let opened = match request.open(permit, &mut self.progress.attempts) {
             Ok(opened) => opened,
-            Err(failure) => return Some(AttemptInput::Failed { attempt, failure }),
+            Err(failure) => return Some(request.failed(attempt, failure)),
         };
-        let response = opened.response(request.info.kind, request.resource_versions.as_deref());
+        let response = opened.response(request.info.kind, request.resource_versions.is_some());
         let attempts = &self.progress.attempts;
         self.slots.send(attempt, connection, Box::pin(response));
         self.slots.follow(attempts, &request.upstream);
@@ -207,6 +214,7 @@ impl<'a> Execution<'a> {
         if probe {
             hedged.endpoint.probe.request(ProbeTrigger::PassiveEvidence);
         }
+        let version = request.wanted_version(&self.progress.attempts);
         let acquire = async move {
             let required = StreamRequirements {
                 previous_failure: Some(PreviousFailure::Silence(hedged.key())),
@@ -215,7 +223,7 @@ impl<'a> Execution<'a> {
                 without_connection_since: hedged.suspect_since(),
                 ..StreamRequirements::default()
             };
-            let stream = request.stream_request(required);
+            let stream = request.stream_request(version, required);
             request.upstream.pool.acquire(&request.class, stream).await
         };
         self.slots.acquire(attempt, Box::pin(acquire));
@@ -267,7 +275,11 @@ impl<'a> Execution<'a> {
     }
 
     fn record_retry(&self) {
-        let Some(failure) = self.progress.attempts.failure() else { return };
+        let attempts = &self.progress.attempts;
+        if let Some(after) = attempts.after_not_reached() {
+            self.request.continue_without_version(after, attempts);
+        }
+        let Some(failure) = attempts.failure() else { return };
         self.request.upstream.metrics.retried(failure.stage.retry_reason());
         let verb = self.request.info.verb.as_str();
         tracing::debug!(reason = failure.reason, verb, "request is sent again");

@@ -4,9 +4,7 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use jackstay_core::pool::EndpointKey;
-use jackstay_core::request::attempts::{
-    AfterNotReached, BodyState, ConnectionFacts, Facts, OtherBudget,
-};
+use jackstay_core::request::attempts::{BodyState, ConnectionFacts, Facts, OtherBudget};
 
 use super::ForwardedRequest;
 use super::slots::Slots;
@@ -95,12 +93,7 @@ impl Facts<Rc<Connection>> for RequestFacts<'_> {
         self.request.upstream.not_asked_after_refusal(endpoint)
     }
 
-    fn after_not_reached(
-        &self,
-        reached: u64,
-        without_version: &[EndpointKey],
-        may_ask_other: bool,
-    ) -> AfterNotReached {
-        self.request.after_not_reached(reached, without_version, may_ask_other)
+    fn has_ready_besides(&self, besides: &[EndpointKey]) -> bool {
+        self.request.upstream.has_ready_endpoint_besides(besides)
     }
 }

@@ -3,67 +3,99 @@
 
 use std::sync::Arc;
 
-use http::{Request, response};
-use jackstay_core::pool::EndpointKey;
-use jackstay_core::request::attempts::AfterNotReached;
+use http::Request;
+use jackstay_core::reads::AfterNotReached;
+use jackstay_core::request::retry::Stage;
 
 use super::ForwardedRequest;
+use crate::proxy::attempt::{AttemptInput, Attempts, FailedAttempt, failed};
 use crate::proxy::consistent_reads::learner::VersionLearner;
-use crate::upstream::connection::Permit;
+use crate::proxy::upstream_client::UpstreamResponse;
 use crate::upstream::endpoint::Endpoint;
 use crate::upstream::resource_versions::ResourceRecord;
 
 impl ForwardedRequest {
     /// The version that the endpoint should have reached.
-    pub(super) fn wanted_version(&self) -> Option<(&Arc<ResourceRecord>, u64)> {
-        self.resource_versions.as_ref()?.wanted()
+    pub(super) fn wanted_version(
+        &self,
+        attempts: &Attempts,
+    ) -> Option<(&Arc<ResourceRecord>, u64)> {
+        self.resource_versions.as_ref()?.wanted(attempts.read()?)
     }
 
     /// The head for an endpoint.
-    pub(super) fn head_for(&self, endpoint: &Arc<Endpoint>) -> Request<()> {
-        let with_floor = self
-            .resource_versions
-            .as_ref()
-            .and_then(|versions| versions.head(&self.head, endpoint));
-        if with_floor.is_some() {
-            self.upstream.metrics.version_floor("applied");
-        }
-        with_floor.unwrap_or_else(|| self.head.clone())
+    pub(super) fn head_for(
+        &self,
+        endpoint: &Arc<Endpoint>,
+        attempts: &mut Attempts,
+    ) -> Request<()> {
+        self.with_floor(endpoint, attempts).unwrap_or_else(|| self.head.clone())
     }
 
-    /// How the request continues after an endpoint that has only this version, besides the endpoints `without_version`.
-    /// If none has the wanted one, it is sent without the floor.
-    #[cold]
-    pub(super) fn after_not_reached(
+    fn with_floor(&self, endpoint: &Arc<Endpoint>, attempts: &mut Attempts) -> Option<Request<()>> {
+        let read = attempts.read_mut()?;
+        let floor = self.resource_versions.as_ref()?.enforced(read)?;
+        let cache = floor.cache_of(endpoint);
+        let asked = read.ask(&cache)?;
+        let head = read.form().head(&self.head, asked, (cache.server, &floor.record.name))?;
+        self.upstream.metrics.version_floor("applied");
+        Some(head)
+    }
+
+    /// A response that has arrived as far as it is held back, which is a failure if it is a list that is older than one that
+    /// the client has seen.
+    pub(super) fn compare(
         &self,
-        reached: u64,
-        without_version: &[EndpointKey],
-        may_ask_other: bool,
-    ) -> AfterNotReached {
-        let Some(versions) = &self.resource_versions else { return AfterNotReached::Respond };
-        let other_ready =
-            may_ask_other && self.upstream.has_ready_endpoint_besides(without_version);
+        response: UpstreamResponse,
+        attempts: &mut Attempts,
+    ) -> Result<UpstreamResponse, FailedAttempt> {
+        let (Some(versions), Some(read)) = (&self.resource_versions, attempts.read_mut()) else {
+            return Ok(response);
+        };
+        let UpstreamResponse { head, recv, prefix, permit, .. } = &response;
+        let (body, connection) = ((prefix.as_ref(), recv.is_end_stream()), permit.connection());
+        let Some(reached) = versions.older_list(read, head, body, &connection.endpoint) else {
+            return Ok(response);
+        };
+        let reason = "the list is older than one that the client has seen";
+        Err(FailedAttempt { reached, ..failed(Stage::NotReached, reason, connection) })
+    }
+
+    /// The input for a failed attempt. Records what it shows of its endpoint.
+    pub(super) fn failed(&self, attempt: usize, failure: FailedAttempt) -> AttemptInput {
+        if failure.stage == Stage::NotReached
+            && let Some(versions) = &self.resource_versions
+        {
+            versions.is_at(failure.reached, &failure.connection.endpoint);
+        }
+        AttemptInput::Failed { attempt, failure }
+    }
+
+    /// Executes how the request continues after an endpoint that has not reached its version. If none has, the floors are
+    /// lowered.
+    #[cold]
+    pub(super) fn continue_without_version(&self, after: AfterNotReached, attempts: &Attempts) {
         let metrics = &self.upstream.metrics;
-        let after = versions.after_not_reached(reached, other_ready);
         match after {
             AfterNotReached::AskOther => metrics.version_floor("redirected"),
             AfterNotReached::SendOriginal => {
                 metrics.version_floor("fallen_back");
-                versions.lower_floors(&self.upstream);
+                if let (Some(versions), Some(read)) = (&self.resource_versions, attempts.read()) {
+                    versions.lower_floors(read.highest_reached(), &self.upstream);
+                }
             }
             AfterNotReached::AskAgain | AfterNotReached::Respond => {}
         }
-        after
     }
 
-    /// Learns from the body of a response with this head; `None` if it shows nothing.
+    /// Learns from the body of a response; `None` if it shows nothing.
     pub(super) fn learner(
         &self,
-        head: &response::Parts,
-        permit: &Permit,
+        response: &UpstreamResponse,
+        attempts: &Attempts,
     ) -> Option<Box<VersionLearner>> {
-        let (versions, endpoint) =
-            (self.resource_versions.as_ref()?, &permit.connection().endpoint);
-        versions.learn(&self.info, head, &self.upstream, endpoint).map(Box::new)
+        let (versions, read) = (self.resource_versions.as_ref()?, attempts.read()?);
+        let at = (&self.upstream, &response.permit.connection().endpoint);
+        versions.learn(read, &self.info, &response.head, at).map(Box::new)
     }
 }

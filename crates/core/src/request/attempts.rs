@@ -31,7 +31,7 @@
 //! | *too old* | the endpoint | [`Facts::may_ask_other`] |
 //! | *rejected* | all that reject ([`Facts::record_rejection`]) | it is the first rejection, and [`Facts::may_ask_other`] |
 //! | *starting* | those that are not asked ([`Facts::not_asked_after_refusal`]) | it is the first refusal, others may be asked, and there is a token for a hedge |
-//! | *not reached* | the endpoint, or none ([`AfterNotReached`]) | [`Facts::after_not_reached`] |
+//! | *not reached* | the endpoint, or none ([`AfterNotReached`]) | [`ConsistentRead::not_reached`] |
 //!
 //! # Hedges
 //!
@@ -78,12 +78,13 @@ use super::retry::{self, ATTEMPTS, RetryDecision, RetryRefusal, Stage};
 use super::start_up;
 use super::status_error::StatusError;
 use crate::pool::{EndpointKey, PreviousFailure, StreamRequirements};
+use crate::reads::{AfterNotReached, ConsistentRead};
 use crate::watch::session::max_outage_jitter;
 
 pub use self::facts::{BodyState, ConnectionFacts, Facts, OtherBudget};
 pub use self::input::{
-    AfterNotReached, AttemptEffect, AttemptFailure, AttemptInput, Awaited, HedgeOutcome,
-    HeldResponse, MissedVersion, NoStream, NotReached, Refused, VersionOrigin,
+    AttemptEffect, AttemptFailure, AttemptInput, Awaited, HedgeOutcome, HeldResponse, NoStream,
+    Refused,
 };
 pub use self::parallel::{HEDGE_INTERVAL, LIVE_CHECK_INTERVAL, MAX_PARALLEL};
 
@@ -118,6 +119,10 @@ pub struct Attempts<C> {
     rejection: Option<Box<HeldResponse>>,
     /// An endpoint that has been up longer was asked after a refusal.
     asked_longer_up: bool,
+    /// `None` if the versions of the request mean nothing for its client.
+    read: Option<ConsistentRead>,
+    /// How the request continues after the last endpoint that had not reached its version.
+    after_not_reached: Option<AfterNotReached>,
 }
 
 #[derive(Debug)]
@@ -162,12 +167,12 @@ struct Heartbeat {
 
 impl<C> Attempts<C> {
     /// A request of this kind that has arrived at `requested_at`. The shell acquires a stream for it
-    /// ([`AttemptEffect::Acquire`]). `timeout`: the `timeoutSeconds` of a watch.
+    /// ([`AttemptEffect::Acquire`]). `timeout`: the `timeoutSeconds` of a watch. `read`: what it must not be older than.
     pub fn new(
         kind: RequestKind,
         is_heartbeat: bool,
-        requested_at: Instant,
-        timeout: Option<Duration>,
+        (requested_at, timeout): (Instant, Option<Duration>),
+        read: Option<ConsistentRead>,
     ) -> Self {
         let max_hold = timeout.unwrap_or(MAX_NEW_WATCH_HOLD).min(MAX_NEW_WATCH_HOLD);
         Self {
@@ -181,6 +186,8 @@ impl<C> Attempts<C> {
             failed: None,
             rejection: None,
             asked_longer_up: false,
+            read,
+            after_not_reached: None,
         }
     }
 
@@ -201,6 +208,22 @@ impl<C> Attempts<C> {
     /// ([`HedgeOutcome::returns_token`]).
     pub fn hedge_outcomes(&mut self) -> impl Iterator<Item = HedgeOutcome> {
         self.hedges.outcomes.drain(..)
+    }
+
+    /// The versions that the request asks for; `None` if they mean nothing for its client.
+    pub fn read(&self) -> Option<&ConsistentRead> {
+        self.read.as_ref()
+    }
+
+    /// [`Self::read`], for what is asked and what is answered.
+    pub fn read_mut(&mut self) -> Option<&mut ConsistentRead> {
+        self.read.as_mut()
+    }
+
+    /// How the request continues after the failure of the round before, if its endpoint had not reached the version.
+    pub fn after_not_reached(&self) -> Option<AfterNotReached> {
+        self.after_not_reached
+            .filter(|_| self.failure().is_some_and(|failure| failure.stage == Stage::NotReached))
     }
 
     /// The failure of the round before.
@@ -439,22 +462,30 @@ impl<C> Attempts<C> {
                 self.asked_longer_up = true;
                 true
             }
-            Stage::NotReached => {
-                self.excluded.push(endpoint);
-                let (reached, may_ask) = (failure.version.reached, self.round + 1 < ATTEMPTS);
-                let after = facts.after_not_reached(reached, &self.excluded, may_ask);
-                match after {
-                    AfterNotReached::AskAgain => drop(self.excluded.pop()),
-                    AfterNotReached::SendOriginal => self.excluded.clear(),
-                    AfterNotReached::AskOther | AfterNotReached::Respond => {}
-                }
-                after != AfterNotReached::Respond
-            }
+            Stage::NotReached => self.asks_other_for_version(failure, facts),
             _ => {
                 self.excluded.push(endpoint);
                 facts.may_ask_other(&self.excluded, OtherBudget::TooOld)
             }
         }
+    }
+
+    fn asks_other_for_version(
+        &mut self,
+        failure: &AttemptFailure<C>,
+        facts: &impl Facts<C>,
+    ) -> bool {
+        let Some(read) = &mut self.read else { return false };
+        self.excluded.push(failure.endpoint);
+        let other_ready = self.round + 1 < ATTEMPTS && facts.has_ready_besides(&self.excluded);
+        let after = read.not_reached(failure.reached, other_ready);
+        match after {
+            AfterNotReached::AskAgain => drop(self.excluded.pop()),
+            AfterNotReached::SendOriginal => self.excluded.clear(),
+            AfterNotReached::AskOther | AfterNotReached::Respond => {}
+        }
+        self.after_not_reached = Some(after);
+        after != AfterNotReached::Respond
     }
 
     /// Keeps the rejection of a failed attempt if it says more than the one before. The first one for overload is kept
@@ -465,7 +496,9 @@ impl<C> Attempts<C> {
         let is_kept = match failure.stage {
             Stage::Rejected | Stage::Starting => kept.is_none_or(start_up::is_refusal),
             Stage::TooOld => true,
-            Stage::NotReached => !failure.version.is_floor || !is_retried,
+            Stage::NotReached => {
+                !self.read.as_ref().is_some_and(ConsistentRead::has_floor) || !is_retried
+            }
             _ => !is_retried,
         };
         let response = failure.response.take();

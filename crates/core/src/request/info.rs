@@ -406,6 +406,11 @@ pub fn is_upgrade(method: &Method, headers: &HeaderMap, version: Version) -> boo
         && !has_token(headers, header::UPGRADE, "h2c")
 }
 
+/// The API group in the name of a resource ([`RequestInfo::resource_name`]); empty for the core group.
+pub fn group_of(resource: &str) -> &str {
+    resource.rsplit_once('/').map_or("", |(group, _)| group)
+}
+
 /// Whether kube-apiserver itself serves the group, so that its resource versions are those of etcd. Any
 /// other group may belong to custom resources, or to an aggregated apiserver behind an `APIService`.
 pub fn is_built_in_group(group: &str) -> bool {

@@ -5,12 +5,12 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use http::Request;
+use jackstay_core::reads::{FloorVersions, ReadForm};
 use jackstay_core::watch::relay::ChunkVersions;
 
-use crate::proxy::consistent_reads::form::ReadForm;
 use crate::upstream::endpoint::Endpoint;
 use crate::upstream::resource_versions::{ResourceRecord, ShownVersion};
-use crate::upstream::version_floors::{Floor, FloorVersions};
+use crate::upstream::version_floors::Floor;
 
 /// The records that a watch raises.
 pub struct WatchVersions {
@@ -36,11 +36,12 @@ pub struct StartFloor {
 impl StartFloor {
     /// The head for `endpoint` with the floor; `None` if it gets the request unchanged.
     pub fn head(&self, head: &Request<()>, endpoint: &Arc<Endpoint>) -> Option<Request<()>> {
-        if self.floor.record.has_reached(endpoint, self.form.needed(self.versions)) {
+        let cache = self.floor.cache_of(endpoint);
+        if cache.reached >= self.form.needed(self.versions) {
             return None;
         }
-        let asked = self.form.asked((&self.floor, self.versions), endpoint);
-        self.form.head(head, asked, (endpoint, &self.floor.record.name))
+        let asked = self.form.asked(self.versions, cache.lists);
+        self.form.head(head, asked, (cache.server, &self.floor.record.name))
     }
 }
 

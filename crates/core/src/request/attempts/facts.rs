@@ -2,7 +2,6 @@
 
 use std::time::{Duration, Instant};
 
-use super::input::AfterNotReached;
 use crate::pool::{ConnectionKey, EndpointKey};
 
 /// What [`super::Attempts::step`] asks the shell. Each method returns at once. Some take a token from a budget or record
@@ -43,15 +42,8 @@ pub trait Facts<C> {
     /// ([`crate::request::start_up::not_asked_after`]).
     fn not_asked_after_refusal(&self, endpoint: EndpointKey) -> Option<Vec<EndpointKey>>;
 
-    /// How the request continues after an endpoint that has reached only the version `reached`. `without_version`: the
-    /// endpoints that have not reached it, this one included. `may_ask_other`: enough attempts are left to ask another
-    /// one.
-    fn after_not_reached(
-        &self,
-        reached: u64,
-        without_version: &[EndpointKey],
-        may_ask_other: bool,
-    ) -> AfterNotReached;
+    /// Whether a ready endpoint other than these is left.
+    fn has_ready_besides(&self, besides: &[EndpointKey]) -> bool;
 }
 
 /// The budget that limits requests to another endpoint.

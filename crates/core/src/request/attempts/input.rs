@@ -125,17 +125,8 @@ pub struct AttemptFailure<C> {
     pub endpoint: EndpointKey,
     /// The rejection by the apiserver, if it sent one.
     pub response: Option<Box<HeldResponse>>,
-    /// In the stage *not reached*: what the endpoint has reached.
-    pub version: MissedVersion,
-}
-
-/// A version that an endpoint has not reached.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct MissedVersion {
-    /// The version that the endpoint has reached.
+    /// In the stage *not reached*: the version that the endpoint has reached.
     pub reached: u64,
-    /// jackstay has set the version, so the rejection means nothing to the client.
-    pub is_floor: bool,
 }
 
 impl<C> AttemptFailure<C> {
@@ -150,62 +141,6 @@ impl<C> AttemptFailure<C> {
             Stage::NotSent | Stage::NoHead | Stage::Unanswered | Stage::HeadHeld => {
                 PreviousFailure::Silence(connection)
             }
-        }
-    }
-}
-
-/// How a request continues after an endpoint had not reached its version.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum AfterNotReached {
-    /// It is sent with the floor, to any endpoint: the one that was asked got it unchanged.
-    AskAgain,
-    /// It is sent to another endpoint.
-    AskOther,
-    /// It is sent as the client sent it, to any endpoint.
-    SendOriginal,
-    /// The client gets the response.
-    Respond,
-}
-
-/// The origin of a version that an endpoint has not reached.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum VersionOrigin {
-    /// A floor of jackstay, with which the request was not sent, because the endpoint should have reached it.
-    Expected,
-    /// A floor of jackstay, with which the request was sent.
-    Floor,
-    /// The client's request.
-    Client,
-}
-
-/// What decides how a request continues after an endpoint had not reached its version.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct NotReached {
-    /// The origin of the version.
-    pub origin: VersionOrigin,
-    /// Another endpoint had not reached the version before.
-    pub asked_elsewhere: bool,
-    /// There is a ready endpoint that was not asked, and another attempt is left after the next.
-    pub other_ready: bool,
-}
-
-impl NotReached {
-    /// How the request continues:
-    ///
-    /// | origin of the version | condition | it continues |
-    /// |---|---|---|
-    /// | expected | | with the floor, at any endpoint |
-    /// | floor | another endpoint is ready | at another endpoint |
-    /// | floor | none is ready | without the floor |
-    /// | client | the first time, and another endpoint is ready | at another endpoint |
-    /// | client | otherwise | not: the client gets the response |
-    pub fn next(self) -> AfterNotReached {
-        match (self.origin, self.other_ready) {
-            (VersionOrigin::Expected, _) => AfterNotReached::AskAgain,
-            (VersionOrigin::Floor, true) => AfterNotReached::AskOther,
-            (VersionOrigin::Floor, false) => AfterNotReached::SendOriginal,
-            (VersionOrigin::Client, true) if !self.asked_elsewhere => AfterNotReached::AskOther,
-            (VersionOrigin::Client, _) => AfterNotReached::Respond,
         }
     }
 }
@@ -257,29 +192,5 @@ impl HedgeOutcome {
     /// Whether the hedge was not sent, so that its token goes back to the budget.
     pub const fn returns_token(self) -> bool {
         matches!(self, Self::NoConnection | Self::Cancelled)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn request_continues_after_an_endpoint_without_its_version_by_the_table() {
-        use AfterNotReached::{AskAgain, AskOther, Respond, SendOriginal};
-        use VersionOrigin::{Client, Expected, Floor};
-        for (origin, asked_elsewhere, other_ready, expected) in [
-            (Expected, false, false, AskAgain),
-            (Expected, true, true, AskAgain),
-            (Floor, false, true, AskOther),
-            (Floor, true, true, AskOther),
-            (Floor, false, false, SendOriginal),
-            (Client, false, true, AskOther),
-            (Client, true, true, Respond),
-            (Client, false, false, Respond),
-        ] {
-            let missed = NotReached { origin, asked_elsewhere, other_ready };
-            assert_eq!(missed.next(), expected, "{missed:?}");
-        }
     }
 }

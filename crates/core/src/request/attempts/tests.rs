@@ -8,7 +8,9 @@ use bytes::Bytes;
 use http::Response;
 
 use super::*;
+use crate::kubernetes_version::MinorVersion;
 use crate::pool::ConnectionKey;
+use crate::reads::{EndpointCache, FloorVersions, ListOrigin, ReadForm};
 use RequestKind::{Read, Watch, Write};
 
 /// A connection.
@@ -29,9 +31,9 @@ fn failure(stage: Stage, code: u16) -> AttemptFailure<Key> {
         let response = Response::builder().status(code).header("retry-after", "2");
         Box::new((response.body(()).unwrap().into_parts().0, Bytes::new()))
     });
-    let version = MissedVersion::default();
     let reason = "lost".to_owned();
-    AttemptFailure { stage, reason, connection: 10, endpoint: EndpointKey(1), response, version }
+    let endpoint = EndpointKey(1);
+    AttemptFailure { stage, reason, connection: 10, endpoint, response, reached: 7 }
 }
 
 fn granted(attempt: usize) -> TestInput {
@@ -73,7 +75,7 @@ struct TestFacts {
     has_other: bool,
     rejecting: Vec<EndpointKey>,
     not_asked: Option<Vec<EndpointKey>>,
-    after: AfterNotReached,
+    has_ready: bool,
     asked: RefCell<Vec<String>>,
 }
 
@@ -91,7 +93,7 @@ impl Default for TestFacts {
             has_other: true,
             rejecting: vec![EndpointKey(1), EndpointKey(2)],
             not_asked: Some(vec![EndpointKey(1), EndpointKey(3)]),
-            after: AfterNotReached::AskOther,
+            has_ready: true,
             asked: RefCell::default(),
         }
     }
@@ -152,9 +154,9 @@ impl Facts<Key> for TestFacts {
         self.not_asked.clone()
     }
 
-    fn after_not_reached(&self, _: u64, _: &[EndpointKey], may_ask_other: bool) -> AfterNotReached {
-        self.ask(format!("Version {may_ask_other}"));
-        self.after
+    fn has_ready_besides(&self, besides: &[EndpointKey]) -> bool {
+        self.ask(format!("Ready besides {}", besides.len()));
+        self.has_ready
     }
 }
 
@@ -211,7 +213,26 @@ fn show(effect: &AttemptEffect) -> String {
 }
 
 fn attempts(kind: RequestKind, now: Instant) -> Attempts<Key> {
-    Attempts::new(kind, false, now, None)
+    Attempts::new(kind, false, (now, None), None)
+}
+
+/// A read whose client has seen version 12.
+fn read_of(form: ReadForm) -> ConsistentRead {
+    ConsistentRead::new(form, FloorVersions { objects: 12, ..FloorVersions::default() }, "pods")
+}
+
+/// A read of this form that was sent to an endpoint whose most-recent lists are of version `list`, and which has not
+/// reached the version. Returns the attempts, and the effect as text.
+fn after_not_reached(form: ReadForm, list: u64, has_ready: bool) -> (Attempts<Key>, String) {
+    let (now, mut rng) = (Instant::now(), Rng::with_seed(1));
+    let mut read = read_of(form);
+    let (lists, server) = (ListOrigin::Cache, MinorVersion::new(1, 36));
+    read.ask(&EndpointCache { endpoint: EndpointKey(1), server, reached: 0, list, lists });
+    let mut attempts = Attempts::new(Read, false, (now, None), Some(read));
+    let world = TestFacts { has_ready, ..TestFacts::default() };
+    attempts.step(granted(0), &world, now, &mut rng);
+    let effect = attempts.step(failed(0, Stage::NotReached, 504), &world, now, &mut rng);
+    (attempts, show(&effect))
 }
 
 /// As [`run`], without taking the outcomes of hedges.
@@ -311,7 +332,7 @@ fn hold_lasts_for_the_timeout_of_the_watch_and_at_most_30_s() {
     for (timeout, expected) in [(None, 30), (Some(8), 8), (Some(600), 30)] {
         let (now, mut rng, world) = (Instant::now(), Rng::with_seed(1), TestFacts::default());
         let timeout = timeout.map(Duration::from_secs);
-        let mut attempts = Attempts::<Key>::new(Watch, false, now, timeout);
+        let mut attempts = Attempts::<Key>::new(Watch, false, (now, timeout), None);
         let later = now + Duration::from_secs(2);
         let effect = attempts.step(unreachable(), &world, later, &mut rng);
         let AttemptEffect::Hold { until } = effect else { panic!("{effect:?}") };
@@ -359,31 +380,47 @@ fn step_failed_round_follows_the_retry_table() {
     super::tests::check(Read, twice, expected);
     let (attempts, _) = run(Read, steps![granted(0), overloaded()]);
     assert_eq!(attempts.requirements().excluded, [EndpointKey(1), EndpointKey(2)]);
-    // The versions decide.
-    for (after, expected, excluded) in [
-        (AfterNotReached::AskAgain, "Retry", 0),
-        (AfterNotReached::AskOther, "Retry", 1),
-        (AfterNotReached::SendOriginal, "Retry", 0),
-        (AfterNotReached::Respond, "Rejection 504", 1),
+    // Without versions that mean something for the client, it gets the rejection.
+    check(Read, failed(0, Stage::NotReached, 504).into(), "Rejection 504");
+}
+
+#[test]
+fn step_after_an_endpoint_without_the_version_follows_the_read() {
+    use AfterNotReached::{AskAgain, AskOther, Respond, SendOriginal};
+    for (form, list, has_ready, after, expected, excluded) in [
+        (ReadForm::AnyList, 12, true, AskAgain, "Retry", 0),
+        (ReadForm::AnyList, 0, true, AskOther, "Retry", 1),
+        (ReadForm::AnyList, 0, false, SendOriginal, "Retry", 0),
+        (ReadForm::GetNotOlderThan, 0, true, AskOther, "Retry", 1),
+        (ReadForm::GetNotOlderThan, 0, false, Respond, "Rejection 504", 1),
     ] {
-        let failed = with(failed(0, Stage::NotReached, 504), |world| world.after = after);
-        let (attempts, text) = run(Read, steps![granted(0), failed]);
-        assert_eq!(text, format!("Send 0, Version true, {expected}"), "{after:?}");
+        let (attempts, text) = after_not_reached(form, list, has_ready);
+        assert_eq!(text, expected, "{after:?}");
         assert_eq!(attempts.excluded.len(), excluded, "{after:?}");
+        let retried = (after != Respond).then_some(after);
+        assert_eq!(attempts.after_not_reached(), retried, "{after:?}");
+        assert_eq!(attempts.read().unwrap().highest_reached(), 7);
     }
 }
 
 #[test]
 fn other_endpoint_is_asked_for_a_version_while_a_round_is_left_for_the_original_request() {
-    let round = |_| steps![granted(0), failed(0, Stage::NotReached, 504)];
-    let text = run(Read, (1..ATTEMPTS).flat_map(round).collect()).1;
-    let asks: Vec<_> = text.split(", ").filter(|text| text.starts_with("Version")).collect();
-    assert_eq!(asks, ["Version true", "Version true", "Version true", "Version false"]);
+    let (now, mut rng, world) = (Instant::now(), Rng::with_seed(1), TestFacts::default());
+    let mut attempts = Attempts::new(Read, false, (now, None), Some(read_of(ReadForm::AnyGet)));
+    let mut after = Vec::new();
+    for _ in 1..ATTEMPTS {
+        attempts.step(granted(0), &world, now, &mut rng);
+        let effect = attempts.step(failed(0, Stage::NotReached, 504), &world, now, &mut rng);
+        assert_eq!(show(&effect), "Retry");
+        after.extend(attempts.after_not_reached());
+    }
+    let other = AfterNotReached::AskOther;
+    assert_eq!(after, [other, other, other, AfterNotReached::SendOriginal]);
 }
 
 #[test]
 fn rejection_is_kept_as_its_stage_says() {
-    // The first failure, whether its version is a floor, the last one, and what the client gets.
+    // The first failure, whether the version is a floor, the last one, and what the client gets.
     for (stage, code, is_floor, last, last_code, expected) in [
         (Stage::TooOld, 410, false, Stage::NoHead, 0, "Rejection 410"),
         (Stage::TooOld, 410, false, Stage::NotReached, 504, "Rejection 504"),
@@ -395,22 +432,20 @@ fn rejection_is_kept_as_its_stage_says() {
         (Stage::NoHead, 0, false, Stage::Unprocessed, 503, "Rejection 503"),
     ] {
         let (now, mut rng, world) = (Instant::now(), Rng::with_seed(1), TestFacts::default());
-        let mut attempts = attempts(Watch, now);
-        let mut fail = |stage, code, is_floor| {
+        let form = if is_floor { ReadForm::AnyWatchList } else { ReadForm::WatchFrom };
+        let mut attempts = Attempts::new(Watch, false, (now, None), Some(read_of(form)));
+        let mut fail = |stage, code| {
             attempts.step(granted(0), &world, now, &mut rng);
-            let mut failure = failure(stage, code);
-            failure.version.is_floor = is_floor;
-            let input = AttemptInput::Failed { attempt: 0, failure };
-            show(&attempts.step(input, &world, now, &mut rng))
+            show(&attempts.step(failed(0, stage, code), &world, now, &mut rng))
         };
-        assert_eq!(fail(stage, code, is_floor), "Retry");
+        assert_eq!(fail(stage, code), "Retry");
         for _ in 2..ATTEMPTS {
             if last == Stage::Rejected {
                 break;
             }
-            assert_eq!(fail(Stage::NoHead, 0, false), "Retry");
+            assert_eq!(fail(Stage::NoHead, 0), "Retry");
         }
-        assert_eq!(fail(last, last_code, false), expected, "{stage:?} {last:?}");
+        assert_eq!(fail(last, last_code), expected, "{stage:?} {last:?}");
     }
 }
 
@@ -599,7 +634,7 @@ fn step_silent_safe_request_is_given_up_without_a_live_connection() {
 #[test]
 fn heartbeat_is_probed_each_second_and_given_up_after_four() {
     let (now, mut rng) = (Instant::now(), Rng::with_seed(1));
-    let mut attempts = Attempts::<Key>::new(Write, true, now, None);
+    let mut attempts = Attempts::<Key>::new(Write, true, (now, None), None);
     assert_eq!(attempts.heartbeat_due(), None);
     attempts.step(granted(0), &TestFacts::default(), now, &mut rng);
     let ill = Some("it is degraded");

@@ -93,10 +93,8 @@ impl Facts<Key> for RandomFacts {
         found.then(|| vec![endpoint])
     }
 
-    fn after_not_reached(&self, _: u64, _: &[EndpointKey], _: bool) -> AfterNotReached {
-        use AfterNotReached::{AskAgain, AskOther, Respond, SendOriginal};
-        let answers = [AskAgain, AskOther, SendOriginal, Respond];
-        answers[self.rng.borrow_mut().usize(..4)]
+    fn has_ready_besides(&self, _: &[EndpointKey]) -> bool {
+        !self.is(4)
     }
 }
 
@@ -125,8 +123,10 @@ struct Shell {
 impl Shell {
     fn new(kind: RequestKind, is_heartbeat: bool, seed: u64) -> Self {
         let now = Instant::now();
+        let forms = [ReadForm::AnyList, ReadForm::AnyGet, ReadForm::GetNotOlderThan];
+        let read = forms.get(seed as usize % 4).map(|form| read_of(*form));
         Self {
-            attempts: Attempts::new(kind, is_heartbeat, now, None),
+            attempts: Attempts::new(kind, is_heartbeat, (now, None), read),
             kind,
             now,
             rng: Rng::with_seed(seed),

@@ -1,15 +1,36 @@
 //! Which version a request asks for, and its query with a floor.
 
 use http::Request;
-use jackstay_core::kubernetes_version::MinorVersion;
-use jackstay_core::request::info::{RequestInfo, RequestKind, Verb, first_value, parse_bool};
-use jackstay_core::watch::codec::version::as_u64;
-use jackstay_core::watch::request::{rewrite, with_query};
-use jackstay_sys::clock;
 
-use crate::upstream::endpoint::Endpoint;
-use crate::upstream::resource_versions::ResourceRecord;
-use crate::upstream::version_floors::{Floor, FloorVersions};
+use crate::kubernetes_version::MinorVersion;
+use crate::request::info::{RequestInfo, RequestKind, Verb, first_value, parse_bool};
+use crate::watch::codec::version::as_u64;
+use crate::watch::request::{rewrite, with_query};
+
+/// The versions of one resource that one client has seen; 0 for a part that it has not seen. Watch caches reach the parts
+/// differently:
+///
+/// | part | from | a watch cache reaches it |
+/// |---|---|---|
+/// | objects | objects in answers to reads and writes, and in watch events | by an event |
+/// | lists | the metadata of lists | by an event, or when etcd reports its progress |
+/// | bookmarks | bookmarks of watches | the same |
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct FloorVersions {
+    /// The highest version of an object.
+    pub objects: u64,
+    /// The highest version of a list.
+    pub lists: u64,
+    /// The highest version of a bookmark.
+    pub bookmarks: u64,
+}
+
+impl FloorVersions {
+    /// The highest of all.
+    pub fn highest(self) -> u64 {
+        self.objects.max(self.lists).max(self.bookmarks)
+    }
+}
 
 /// What a read with a floor asks of an endpoint that may not have reached it. The later ones say less about its cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -32,13 +53,34 @@ impl Asked {
 
 /// Where the most-recent lists of an endpoint come from, as far as it is known.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum ListOrigin {
+pub enum ListOrigin {
     /// Its cache.
     Cache,
     /// etcd, and the caches of ready endpoints may not have the events of what the client has seen.
     EtcdLately,
     /// etcd.
     Etcd,
+}
+
+impl ListOrigin {
+    /// The origin at a server of this version. `from_etcd`: the answers of the upstream have shown that
+    /// ([`super::list_source`]). `is_progress_recent`: the client has lately seen a list or a bookmark of a higher version,
+    /// which the caches of ready endpoints may not have reached.
+    pub fn of(
+        server: Option<MinorVersion>,
+        from_etcd: bool,
+        is_progress_recent: impl FnOnce() -> bool,
+    ) -> Self {
+        if server < LISTS_FROM_CACHE {
+            Self::Etcd
+        } else if !from_etcd {
+            Self::Cache
+        } else if is_progress_recent() {
+            Self::EtcdLately
+        } else {
+            Self::Etcd
+        }
+    }
 }
 
 /// What a request asks for or shows.
@@ -122,11 +164,6 @@ impl ReadForm {
         matches!(self, Self::AnyList | Self::AnyGet | Self::AnyWatchList | Self::AnyWatch)
     }
 
-    /// Whether it is a read or a watch.
-    pub fn reads(self) -> bool {
-        self != Self::Write
-    }
-
     /// Whether it is a LIST.
     pub fn is_list(self) -> bool {
         matches!(
@@ -151,21 +188,18 @@ impl ReadForm {
         )
     }
 
-    /// The version that a watch cache must have reached to answer the request. The bookmarks of a watch say nothing
+    /// The version that a watch cache must have reached to answer the request; 0 for any. The bookmarks of a watch say nothing
     /// about objects that its selector excludes, so they count for lists and watches only.
     pub fn needed(self, floor: FloorVersions) -> u64 {
         if self == Self::AnyGet { floor.objects.max(floor.lists) } else { floor.highest() }
     }
 
-    /// What is asked of `endpoint` now, if it may not have reached these versions of the floor.
-    pub fn asked(self, (floor, versions): (&Floor, FloorVersions), endpoint: &Endpoint) -> Asked {
-        self.asked_of(versions, list_origin(floor, endpoint))
-    }
-
+    /// What is asked of an endpoint that may not have reached these versions of the floor.
+    ///
     /// A cache reaches the version of an object by an event, but that of a list or a bookmark perhaps only later. A GET reads
     /// one key of etcd then. A list that read the most recent state from etcd would raise the floor, and so the next one would
     /// have to do the same.
-    fn asked_of(self, floor: FloorVersions, lists: ListOrigin) -> Asked {
+    pub fn asked(self, floor: FloorVersions, lists: ListOrigin) -> Asked {
         let needed = self.needed(floor);
         match (self, lists) {
             _ if needed <= floor.objects => Asked::NotOlderThan(needed),
@@ -177,14 +211,15 @@ impl ReadForm {
         }
     }
 
-    /// The head that asks for this of an endpoint with this resource; `None` if the request needs no change.
+    /// The head that asks a server of this version for this; `None` if the request needs no change. `resource`: group and
+    /// resource.
     pub fn head(
         self,
         head: &Request<()>,
         asked: Asked,
-        (endpoint, resource): (&Endpoint, &str),
+        (server, resource): (Option<MinorVersion>, &str),
     ) -> Option<Request<()>> {
-        let keeps_limit = keeps_limit(endpoint, resource);
+        let keeps_limit = keeps_limit(server, resource);
         let query = self.query(head.uri().query().unwrap_or_default(), asked, keeps_limit)?;
         let mut changed = head.clone();
         *changed.uri_mut() = with_query(head.uri(), &query);
@@ -228,29 +263,11 @@ impl ReadForm {
 /// older than a version also if they have a limit (apiserver, `storage/cacher/cacher.go`, `shouldDelegateList`).
 pub const LISTS_FROM_CACHE: Option<MinorVersion> = MinorVersion::new(1, 31);
 
-/// Whether the endpoint answers most-recent lists from its cache, as far as its version and its answers show. An unknown
-/// version counts as an older one.
-pub fn is_consistent_from_cache(record: &ResourceRecord, endpoint: &Endpoint) -> bool {
-    endpoint.minor_version() >= LISTS_FROM_CACHE && !record.lists.come_from_etcd(clock::now())
-}
-
-fn list_origin(floor: &Floor, endpoint: &Endpoint) -> ListOrigin {
-    if is_consistent_from_cache(&floor.record, endpoint) {
-        ListOrigin::Cache
-    } else if endpoint.minor_version() >= LISTS_FROM_CACHE && floor.is_progress_recent(clock::now())
-    {
-        ListOrigin::EtcdLately
-    } else {
-        ListOrigin::Etcd
-    }
-}
-
-/// Whether a list with a floor keeps its limit at this endpoint. Older servers answer `resourceVersion=0` from the cache
+/// Whether a list with a floor keeps its limit at a server of this version. Older ones answer `resourceVersion=0` from the cache
 /// whatever the limit is, and read a list with a limit and a version from etcd. Events have no watch cache (kube-apiserver,
 /// `pkg/registry/core/rest`, `DefaultWatchCacheSizes`): without the limit, etcd would send all of them at once.
-fn keeps_limit(endpoint: &Endpoint, resource: &str) -> bool {
-    matches!(resource, "events" | "events.k8s.io/events")
-        || endpoint.minor_version() >= LISTS_FROM_CACHE
+fn keeps_limit(server: Option<MinorVersion>, resource: &str) -> bool {
+    matches!(resource, "events" | "events.k8s.io/events") || server >= LISTS_FROM_CACHE
 }
 
 /// The `resourceVersion` of a request, if it is a number above 0.
@@ -261,9 +278,9 @@ pub fn version(info: &RequestInfo) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::request::path_prefix::PathPrefix;
     use ReadForm::*;
     use http::Method;
-    use jackstay_core::request::path_prefix::PathPrefix;
 
     fn form(method: &Method, target: &str) -> Option<ReadForm> {
         let request = Request::builder().method(method).uri(target).body(()).unwrap();
@@ -338,7 +355,7 @@ mod tests {
             (AnyGet, seen, Etcd, MostRecent(15)),
             (AnyGet, objects, Cache, NotOlderThan(30)),
         ] {
-            assert_eq!(form.asked_of(floor, origin), expected, "{form:?} {floor:?} {origin:?}");
+            assert_eq!(form.asked(floor, origin), expected, "{form:?} {floor:?} {origin:?}");
         }
     }
 

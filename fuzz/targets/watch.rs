@@ -3,7 +3,7 @@
 use std::io::Read as _;
 
 use bytes::Bytes;
-use jackstay::control::discovery::objects::{ObjectStore, WatchStartVersion, WatchedResource};
+use jackstay::control::discovery::objects::{ObjectStore, WatchedResource};
 use jackstay_core::admission::ByteAccount;
 use jackstay_core::kubernetes_features::FeatureReader;
 use jackstay_core::watch::codec::frame::{FrameSplitter, Piece};
@@ -13,7 +13,7 @@ use jackstay_core::watch::codec::head::{
 use jackstay_core::watch::codec::{Encoding, parse};
 use jackstay_core::watch::gzip::{GzipDecoder, GzipError, PIECE, STATE};
 use jackstay_core::watch::parameters::Parameters;
-use kube::runtime::watcher::Event;
+use serde_json::Value;
 
 const CAP: usize = 64;
 /// Less than [`CAP`], so that both limits are reached.
@@ -113,21 +113,18 @@ fn inflate(bytes: &[u8], step: usize) -> (Vec<u8>, Result<bool, GzipError>) {
     (out, Ok(ends))
 }
 
-/// Lines of an event (`A`dded, `D`eleted, `I`nit, `L`isted, `S`ynced) and an object: no address is listed twice.
+/// Lines of an event (`L`isted, `A`dded, `D`eleted) and an object: no address is listed twice. The list is of version 1.
 pub(super) fn endpoint_objects(bytes: &[u8]) {
     for resource in WatchedResource::ALL {
-        let mut store = ObjectStore::new(resource, WatchStartVersion::default());
-        for line in bytes.split(|byte| *byte == b'\n') {
-            let Some((event, json)) = line.split_first() else { continue };
-            let object = serde_json::from_slice(json);
-            store.apply(match (event, object) {
-                (b'I', _) => Event::Init,
-                (b'S', _) => Event::InitDone,
-                (b'A', Ok(object)) => Event::Apply(object),
-                (b'D', Ok(object)) => Event::Delete(object),
-                (b'L', Ok(object)) => Event::InitApply(object),
-                _ => continue,
-            });
+        let lines = bytes.split(|byte| *byte == b'\n').filter_map(|line| line.split_first());
+        let events = lines.filter_map(|(event, json)| {
+            Some((*event, serde_json::from_slice::<Value>(json).ok()?))
+        });
+        let (list, events): (Vec<_>, Vec<_>) = events.partition(|(event, _)| *event == b'L');
+        let list = list.into_iter().map(|(_, object)| object).collect();
+        let mut store = ObjectStore::new(resource, list, "1");
+        for (event, object) in events {
+            store.apply(object, event == b'D');
         }
         let found = store.endpoints();
         let mut addresses: Vec<_> =

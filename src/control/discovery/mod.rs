@@ -28,11 +28,12 @@ pub mod file;
 pub mod kubeconfig;
 pub mod kubeconfig_error;
 pub mod objects;
+mod requests;
 mod slices;
 mod source_states;
 pub mod state_file;
 mod state_writer;
-mod transport;
+mod watch_events;
 
 pub use controller::{SharedContext, run};
 

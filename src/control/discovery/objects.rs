@@ -17,13 +17,10 @@ use std::cmp::Ordering;
 use std::collections::{BTreeMap, HashSet};
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
-use std::sync::{Arc, Mutex, PoisonError};
 
 use jackstay_core::discovery::address::EndpointAddress;
 use jackstay_core::discovery::merge::DISCOVERED_SERVER_NAME;
 use jackstay_core::discovery::source::{Candidate, DiscoveredEndpoints};
-use kube::api::DynamicObject;
-use kube::runtime::watcher::Event;
 use serde_json::Value;
 
 /// Maximum number of stored objects. The Service `kubernetes` normally has one.
@@ -50,6 +47,23 @@ pub enum WatchedResource {
 impl WatchedResource {
     /// All resources, the preferred one first.
     pub const ALL: [Self; 3] = [Self::SlicesV1, Self::SlicesV1Beta1, Self::Endpoints];
+
+    /// Path and query of the objects of [`SERVICE`].
+    pub const fn target(self) -> &'static str {
+        match self {
+            Self::SlicesV1 => {
+                "/apis/discovery.k8s.io/v1/namespaces/default/endpointslices\
+                 ?labelSelector=kubernetes.io%2Fservice-name%3Dkubernetes"
+            }
+            Self::SlicesV1Beta1 => {
+                "/apis/discovery.k8s.io/v1beta1/namespaces/default/endpointslices\
+                 ?labelSelector=kubernetes.io%2Fservice-name%3Dkubernetes"
+            }
+            Self::Endpoints => {
+                "/api/v1/namespaces/default/endpoints?fieldSelector=metadata.name%3Dkubernetes"
+            }
+        }
+    }
 }
 
 impl fmt::Display for WatchedResource {
@@ -59,31 +73,6 @@ impl fmt::Display for WatchedResource {
             Self::SlicesV1Beta1 => "discovery.k8s.io/v1beta1 EndpointSlices",
             Self::Endpoints => "v1 Endpoints",
         })
-    }
-}
-
-/// The resourceVersion at which the first watch after the last list started. kube's watcher does not
-/// expose it, so it is read from the watcher's requests. A watch delivers events after this version, so
-/// an event at or before it is a replay, also that of an object that is not stored.
-#[derive(Debug, Clone, Default)]
-pub struct WatchStartVersion(Arc<Mutex<Option<String>>>);
-
-impl WatchStartVersion {
-    /// The version; `None` until a watch has started.
-    fn get(&self) -> Option<String> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
-    }
-
-    /// Records the query of a request: a list clears the version, and the first watch after it sets it.
-    pub fn record(&self, query: &str) {
-        let mut pairs = query.split('&');
-        let mut version = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if !pairs.clone().any(|pair| pair.starts_with("watch=")) {
-            *version = None;
-        } else if version.is_none() {
-            *version =
-                pairs.find_map(|pair| pair.strip_prefix("resourceVersion=").map(str::to_owned));
-        }
     }
 }
 
@@ -99,54 +88,25 @@ struct StoredObject {
 pub struct ObjectStore {
     resource: WatchedResource,
     objects: BTreeMap<String, StoredObject>,
-    /// The objects of a list that is not complete yet.
-    incomplete_list: Option<BTreeMap<String, StoredObject>>,
-    /// Whether a list has been complete.
-    synced: bool,
-    watch_start: WatchStartVersion,
+    /// The version of the list. A watch delivers events after it, so an event at or before it is a replay, also that of
+    /// an object that is not stored.
+    listed: String,
 }
 
 impl ObjectStore {
-    /// An empty store. `watch_start` is recorded from the requests of the watch.
-    pub fn new(resource: WatchedResource, watch_start: WatchStartVersion) -> Self {
-        Self {
-            resource,
-            objects: BTreeMap::new(),
-            incomplete_list: None,
-            synced: false,
-            watch_start,
+    /// The objects of a list that is complete, and its version.
+    pub fn new(resource: WatchedResource, list: Vec<Value>, version: &str) -> Self {
+        let mut objects = BTreeMap::new();
+        for (name, stored) in list.into_iter().filter_map(|object| read_object(object, false)) {
+            insert_bounded(&mut objects, name, stored);
         }
+        Self { resource, objects, listed: version.to_owned() }
     }
 
-    /// Applies an event. Returns whether the endpoints may have changed.
-    pub fn apply(&mut self, event: Event<DynamicObject>) -> bool {
-        match event {
-            Event::Init => {
-                self.incomplete_list = Some(BTreeMap::new());
-                false
-            }
-            Event::InitApply(object) => {
-                if let (Some(list), Some((name, stored))) =
-                    (&mut self.incomplete_list, read_object(object, false))
-                {
-                    insert_bounded(list, name, stored);
-                }
-                false
-            }
-            Event::InitDone => {
-                self.objects = self.incomplete_list.take().unwrap_or_default();
-                self.synced = true;
-                true
-            }
-            Event::Apply(object) => self.apply_object(read_object(object, false)),
-            Event::Delete(object) => self.apply_object(read_object(object, true)),
-        }
-    }
-
-    fn apply_object(&mut self, object: Option<(String, StoredObject)>) -> bool {
-        let Some((name, new)) = object else { return false };
-        let start = self.watch_start.get();
-        if start.is_some_and(|v| compare_versions(&new.version, &v).is_some_and(Ordering::is_le)) {
+    /// Applies an object that was added, modified or deleted. Returns whether the endpoints may have changed.
+    pub fn apply(&mut self, object: Value, deleted: bool) -> bool {
+        let Some((name, new)) = read_object(object, deleted) else { return false };
+        if compare_versions(&new.version, &self.listed).is_some_and(Ordering::is_le) {
             return false;
         }
         if let Some(stored) = self.objects.get(&name) {
@@ -158,7 +118,7 @@ impl ObjectStore {
                 _ => {}
             }
         }
-        insert_bounded(&mut self.objects, name, new) && self.synced
+        insert_bounded(&mut self.objects, name, new)
     }
 
     /// The endpoints that the stored objects contain.
@@ -197,16 +157,18 @@ fn insert_bounded(
 
 /// Name, version and content of an object; `None` if it does not belong to [`SERVICE`] in the namespace
 /// `default`. The watch selects the objects of that Service, so only a faulty server sends others.
-fn read_object(object: DynamicObject, deleted: bool) -> Option<(String, StoredObject)> {
-    let name = object.metadata.name.clone()?;
-    let labels = object.metadata.labels.as_ref();
-    let service = labels.and_then(|labels| labels.get(SERVICE_LABEL));
+fn read_object(object: Value, deleted: bool) -> Option<(String, StoredObject)> {
+    let metadata = &object["metadata"];
+    let name = metadata["name"].as_str()?.to_owned();
+    let service = metadata["labels"][SERVICE_LABEL].as_str();
     let is_of_service = service.map_or(name == SERVICE, |service| service == SERVICE);
-    if !is_of_service || object.metadata.namespace.as_deref().is_some_and(|n| n != "default") {
+    let is_elsewhere =
+        metadata["namespace"].as_str().is_some_and(|namespace| namespace != "default");
+    if !is_of_service || is_elsewhere {
         return None;
     }
-    let version = object.metadata.resource_version.unwrap_or_default();
-    Some((name, StoredObject { version, content: (!deleted).then_some(object.data) }))
+    let version = metadata["resourceVersion"].as_str().unwrap_or_default().to_owned();
+    Some((name, StoredObject { version, content: (!deleted).then_some(object) }))
 }
 
 /// Compares two resourceVersions; `None` unless both are decimal numbers.

@@ -1,13 +1,13 @@
 //! The source `discovery.kubeconfig`: watches the `EndpointSlices` of the Service
 //! `default/kubernetes`.
 //!
-//! The watch uses the credential of a kubeconfig and connections of jackstay ([`super::transport`]). It
+//! The watch uses the credential of a kubeconfig and connections of jackstay ([`super::requests`]). It
 //! watches the first resource that the server has and that the user may list: `discovery.k8s.io/v1`,
-//! `v1beta1`, or `Endpoints` of the core group. kube's watcher lists, watches and resumes;
-//! [`ObjectStore`] drops the replays among its events.
+//! `v1beta1`, or `Endpoints` of the core group. It lists once and follows the events from there;
+//! [`ObjectStore`] drops the replays among them.
 //!
-//! After a failure the watch resumes. After 410 Gone, and after every third failure in a row, the watcher
-//! lists again, so that a wrong resourceVersion cannot hide the current endpoints for long.
+//! After a failure the watch continues from the version of the last event. After 410 Gone, and after every third failure in
+//! a row, it lists again, so that a wrong resourceVersion cannot hide the current endpoints for long.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -15,23 +15,20 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-use futures_util::StreamExt as _;
-use http::Request;
+use http::StatusCode;
 use jackstay_core::backoff::Backoff;
 use jackstay_core::discovery::source::EndpointSource;
 use jackstay_sys::clock;
-use kube::api::{Api, ApiResource, DynamicObject, GroupVersionKind, ListParams};
-use kube::client::Body as KubeBody;
-use kube::runtime::watcher::{self, Event, watcher};
-use kube::{Client, Error as KubeError};
+use percent_encoding::{NON_ALPHANUMERIC, utf8_percent_encode};
+use serde_json::Value;
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
-use tower::ServiceExt as _;
 
 use super::kubeconfig::{self, DiscoveryUser};
-use super::objects::{ObjectStore, SERVICE, SERVICE_LABEL, WatchStartVersion, WatchedResource};
+use super::objects::{ObjectStore, WatchedResource};
+use super::requests::{MAX_BYTES, PooledRequests, RequestError, Requests};
 use super::source_states::SourceStates;
-use super::transport::{Transport, TransportTask};
+use super::watch_events::{WatchEvent, WatchEvents, version_of, whole_body};
 use crate::control::file_watch::{FileWatch, poll_ticks};
 
 /// Bounds of the pause after a failure.
@@ -39,13 +36,18 @@ const RETRY_MIN: Duration = Duration::from_millis(250);
 const RETRY_MAX: Duration = Duration::from_secs(15);
 /// Thousands of nodes that have lost the same apiserver must not send their requests to the next one at the same moment.
 const RETRIES: Backoff = Backoff::new(RETRY_MIN, RETRY_MAX).with_factors(0.5, 1.0);
-/// Limit for a list with its whole body. The limit of the transport, 30 s, covers only the response
-/// head, and an apiserver may stop after it.
+/// Limit for a list with its whole body. That of a response head is 30 s, and an apiserver may stop after it.
 const LIST_TIMEOUT: Duration = Duration::from_secs(60);
 /// Failures in a row after which the watch lists again.
 const RELIST_AFTER: u32 = 3;
 /// Time without a failure after which earlier failures no longer count.
 const STABLE_AFTER: Duration = Duration::from_secs(60);
+/// Largest page of a list, as in client-go. The Service `kubernetes` normally has one object.
+const PAGE: usize = 500;
+/// After this time the apiserver ends a watch, in seconds, and the next one continues: client-go asks for 5 to 10 minutes.
+const WATCH_SECONDS: u32 = 290;
+/// Largest text of an apiserver in an error, in bytes.
+const MAX_MESSAGE: usize = 256;
 
 /// Watches with the credential of the kubeconfig at `path`, and loads that again after each change,
 /// until the future is dropped.
@@ -53,7 +55,7 @@ pub async fn follow(path: PathBuf, states: Rc<SourceStates>) {
     let upstream = Arc::clone(states.upstream());
     let mut files = FileWatch::unread(vec![path.clone()]);
     let mut user: Option<DiscoveryUser> = None;
-    // The tasks of the transport and of the watch, which are replaced when the token changes.
+    // The tasks of the connections and of the watch, which are replaced when the token changes.
     let mut tasks = JoinSet::new();
     let mut ticks = poll_ticks();
     loop {
@@ -69,9 +71,9 @@ pub async fn follow(path: PathBuf, states: Rc<SourceStates>) {
                     upstream.credentials.set_discovery_certificate(new.certificate.as_ref());
                     if !same_token || tasks.is_empty() {
                         tasks.abort_all();
-                        let (transport, task) = TransportTask::start(&upstream, new.token.clone());
-                        tasks.spawn_local(task);
-                        tasks.spawn_local(watch_forever(transport, Rc::clone(&states)));
+                        let (requests, pool) = PooledRequests::new(&upstream, new.token.clone());
+                        tasks.spawn_local(pool);
+                        tasks.spawn_local(watch_forever(requests, Rc::clone(&states)));
                     }
                     user = Some(new);
                 }
@@ -89,23 +91,16 @@ pub async fn follow(path: PathBuf, states: Rc<SourceStates>) {
     }
 }
 
-/// Watches over `transport` until the future is dropped.
-async fn watch_forever(transport: Transport, states: Rc<SourceStates>) {
-    let watch_start = WatchStartVersion::default();
-    let recorded = watch_start.clone();
-    let transport = transport.map_request(move |request: Request<KubeBody>| {
-        recorded.record(request.uri().query().unwrap_or_default());
-        request
-    });
-    let client = Client::new(transport, "default");
+/// Watches until the future is dropped.
+async fn watch_forever(requests: impl Requests, states: Rc<SourceStates>) {
     let mut backoff = RETRIES;
     loop {
-        let choice = timeout(LIST_TIMEOUT, choose_resource(&client)).await;
-        match choice.unwrap_or(Err(ListError::TimedOut)) {
-            Ok(resource) => {
+        let list = timeout(LIST_TIMEOUT, list_first(&requests)).await;
+        match list.unwrap_or(Err(ListError::TimedOut)) {
+            Ok(list) => {
+                let resource = list.resource;
                 tracing::info!(upstream = &*states.upstream().name, %resource, "watching endpoints");
-                let store = ObjectStore::new(resource, watch_start.clone());
-                watch(&client, resource, store, &states, &mut backoff).await;
+                watch(&requests, list, &states, &mut backoff).await;
             }
             Err(error) => {
                 backoff.failed();
@@ -116,6 +111,13 @@ async fn watch_forever(transport: Transport, states: Rc<SourceStates>) {
     }
 }
 
+/// A list that is complete.
+struct List {
+    resource: WatchedResource,
+    objects: Vec<Value>,
+    version: String,
+}
+
 /// Why the endpoints cannot be listed.
 #[derive(Debug)]
 enum ListError {
@@ -123,8 +125,10 @@ enum ListError {
     TimedOut,
     /// The user may list none of the resources, or the server has none. The reasons are those of the server.
     NoResource(Vec<(WatchedResource, String)>),
-    /// The request failed.
-    Request(KubeError),
+    /// The request failed, or its response is no list.
+    Request(RequestError),
+    /// The server refuses the request.
+    Refused(StatusCode, String),
 }
 
 impl fmt::Display for ListError {
@@ -142,164 +146,167 @@ impl fmt::Display for ListError {
                      {reasons}"
                 )
             }
-            Self::Request(error) => f.write_str(&describe(error)),
+            Self::Request(error) => f.write_str(error),
+            Self::Refused(status, message) => f.write_str(&refused(*status, message)),
         }
     }
 }
 
-/// Returns the first resource that the server has and that the user may list.
-async fn choose_resource(client: &Client) -> Result<WatchedResource, ListError> {
+fn refused(status: StatusCode, message: &str) -> String {
+    format!("the apiserver answers {}: {message}", status.as_u16())
+}
+
+/// Lists the first resource that the server has and that the user may list.
+async fn list_first(requests: &impl Requests) -> Result<List, ListError> {
     let mut reasons = Vec::new();
     for resource in WatchedResource::ALL {
-        let (label_selector, field_selector) = selectors(resource);
-        let params = ListParams { label_selector, field_selector, ..ListParams::default() };
-        match api(client, resource).list(&params.limit(1)).await {
-            Ok(_) => return Ok(resource),
-            Err(KubeError::Api(status)) if matches!(status.code, 403 | 404) => {
-                reasons.push((resource, status.message));
+        match list(requests, resource).await {
+            Err(ListError::Refused(status, message))
+                if matches!(status, StatusCode::FORBIDDEN | StatusCode::NOT_FOUND) =>
+            {
+                reasons.push((resource, message));
             }
-            Err(error) => return Err(ListError::Request(error)),
+            listed => return listed,
         }
     }
     Err(ListError::NoResource(reasons))
 }
 
-/// The label selector and the field selector of the objects of [`SERVICE`].
-fn selectors(resource: WatchedResource) -> (Option<String>, Option<String>) {
-    match resource {
-        WatchedResource::Endpoints => (None, Some(format!("metadata.name={SERVICE}"))),
-        _ => (Some(format!("{SERVICE_LABEL}={SERVICE}")), None),
+/// Lists all objects, page by page.
+async fn list(requests: &impl Requests, resource: WatchedResource) -> Result<List, ListError> {
+    let first = format!("{}&limit={PAGE}", resource.target());
+    let (mut target, mut objects, mut size) = (first.clone(), Vec::new(), 0);
+    loop {
+        let (status, body) = requests.get(&target, false).await.map_err(ListError::Request)?;
+        let body = whole_body(body).await.map_err(ListError::Request)?;
+        if !status.is_success() {
+            return Err(ListError::Refused(status, message_of(&body)));
+        }
+        size += body.len();
+        if size > MAX_BYTES {
+            return Err(ListError::Request(format!("a list of more than {MAX_BYTES} bytes")));
+        }
+        let mut page: Value = serde_json::from_slice(&body)
+            .map_err(|error| ListError::Request(format!("a list is not valid: {error}")))?;
+        if let Some(Value::Array(items)) = page.get_mut("items").map(Value::take) {
+            objects.extend(items);
+        }
+        match page["metadata"]["continue"].as_str().unwrap_or_default() {
+            "" => {
+                let no_version = || ListError::Request("a list without a resourceVersion".into());
+                let version = version_of(&page).ok_or_else(no_version)?;
+                return Ok(List { resource, objects, version });
+            }
+            token => {
+                let token = utf8_percent_encode(token, NON_ALPHANUMERIC);
+                target = format!("{first}&continue={token}");
+            }
+        }
     }
 }
 
-fn api(client: &Client, resource: WatchedResource) -> Api<DynamicObject> {
-    let (group, version, kind, plural) = match resource {
-        WatchedResource::SlicesV1 => ("discovery.k8s.io", "v1", "EndpointSlice", "endpointslices"),
-        WatchedResource::SlicesV1Beta1 => {
-            ("discovery.k8s.io", "v1beta1", "EndpointSlice", "endpointslices")
-        }
-        WatchedResource::Endpoints => ("", "v1", "Endpoints", "endpoints"),
-    };
-    let kind = GroupVersionKind::gvk(group, version, kind);
-    let resource = ApiResource::from_gvk_with_plural(&kind, plural);
-    Api::namespaced_with(client.clone(), "default", &resource)
+/// The text of a `Status`, or else the beginning of the body, in one line.
+fn message_of(body: &[u8]) -> String {
+    let status: Value = serde_json::from_slice(body).unwrap_or_default();
+    let message = status["message"].as_str().map(str::to_owned);
+    let mut message = message.unwrap_or_else(|| String::from_utf8_lossy(body).into_owned());
+    message.truncate(message.floor_char_boundary(MAX_MESSAGE));
+    message.replace(char::is_control, " ")
 }
 
-/// Lists and watches `resource`, until it must be chosen and listed again. Counts failures in a row in
+/// Why a watch has failed.
+struct WatchError {
+    message: String,
+    /// Its version or the resource is no longer available, or the user may no longer read it.
+    needs_list: bool,
+}
+
+impl From<RequestError> for WatchError {
+    fn from(message: RequestError) -> Self {
+        Self { message, needs_list: false }
+    }
+}
+
+/// Publishes the endpoints of `list`, and follows its events until it must be listed again. Counts failures in a row in
 /// `backoff`.
-async fn watch(
-    client: &Client,
-    resource: WatchedResource,
-    mut store: ObjectStore,
-    states: &SourceStates,
-    backoff: &mut Backoff,
-) {
-    let (label_selector, field_selector) = selectors(resource);
-    let config = watcher::Config { label_selector, field_selector, ..watcher::Config::default() };
-    let mut events = std::pin::pin!(watcher(api(client, resource), config));
+async fn watch(requests: &impl Requests, list: List, states: &SourceStates, backoff: &mut Backoff) {
+    let List { resource, objects, mut version } = list;
+    let mut store = ObjectStore::new(resource, objects, &version);
+    states.update(EndpointSource::Slices, store.endpoints());
     let mut last_failure = clock::now();
     let upstream = states.upstream();
     let restore = upstream.restores.recognised_notice();
-    // Whether the watcher lists, as at its start and after 410 Gone.
-    let mut listing = true;
     loop {
-        // A list has a time limit. A watch has none, because it is silent while nothing changes.
-        let next = async {
-            if listing {
-                timeout(LIST_TIMEOUT, events.next()).await
-            } else {
-                Ok(events.next().await)
+        let on_event = |event| {
+            if clock::elapsed(last_failure) > STABLE_AFTER
+                || !matches!(event, WatchEvent::Bookmark(_))
+            {
+                backoff.reset();
+            }
+            let changed = match event {
+                WatchEvent::Applied(object) => store.apply(object, false),
+                WatchEvent::Deleted(object) => store.apply(object, true),
+                WatchEvent::Bookmark(_) | WatchEvent::Error { .. } => false,
+            };
+            if changed {
+                states.update(EndpointSource::Slices, store.endpoints());
             }
         };
-        let next = tokio::select! {
-            next = next => next,
-            // The version from which the watcher would continue is one of the lost history.
+        let followed = tokio::select! {
+            followed = follow_events(requests, resource, &mut version, on_event) => followed,
+            // The version from which the watch would continue is one of the lost history.
             () = upstream.restores.recognised_after(restore) => return,
         };
-        let event = match next {
-            Ok(Some(event)) => event,
-            Ok(None) => return,
-            Err(_) => {
-                backoff.failed();
-                return states.fail(EndpointSource::Slices, &ListError::TimedOut.to_string());
+        let Err(error) = followed else { continue };
+        if clock::elapsed(last_failure) > STABLE_AFTER {
+            backoff.reset();
+        }
+        backoff.failed();
+        last_failure = clock::now();
+        states.fail(EndpointSource::Slices, &error.message);
+        if error.needs_list || backoff.failures().is_multiple_of(RELIST_AFTER) {
+            return;
+        }
+        sleep(backoff.random_pause(&mut fastrand::Rng::new())).await;
+    }
+}
+
+/// Follows the events of one watch from `version` on, which becomes that of the last event, until the server ends it.
+///
+/// # Errors
+/// The watch cannot start or breaks off, or the server ends it with an error.
+async fn follow_events(
+    requests: &impl Requests,
+    resource: WatchedResource,
+    version: &mut String,
+    mut on_event: impl FnMut(WatchEvent),
+) -> Result<(), WatchError> {
+    let from = utf8_percent_encode(version, NON_ALPHANUMERIC);
+    let target = format!(
+        "{}&watch=true&resourceVersion={from}&timeoutSeconds={WATCH_SECONDS}&allowWatchBookmarks=true",
+        resource.target()
+    );
+    let (status, body) = requests.get(&target, true).await?;
+    if !status.is_success() {
+        let message = refused(status, &message_of(&whole_body(body).await?));
+        return Err(WatchError { message, needs_list: matches!(status.as_u16(), 403 | 404 | 410) });
+    }
+    let mut events = WatchEvents::new(body);
+    while let Some(event) = events.next().await {
+        match event? {
+            WatchEvent::Error { code, message } => {
+                let message = format!("the watch ended with {code}: {message}");
+                return Err(WatchError { message, needs_list: matches!(code, 404 | 410) });
             }
-        };
-        let stable = clock::elapsed(last_failure) > STABLE_AFTER;
-        match event {
-            Ok(event) => {
-                listing = matches!(event, Event::Init | Event::InitApply(_));
-                if stable || matches!(event, Event::Apply(_) | Event::Delete(_)) {
-                    backoff.reset();
+            event => {
+                if let Some(reached) = event.version() {
+                    *version = reached;
                 }
-                if store.apply(event) {
-                    states.update(EndpointSource::Slices, store.endpoints());
-                }
-            }
-            Err(error) => {
-                if stable {
-                    backoff.reset();
-                }
-                backoff.failed();
-                last_failure = clock::now();
-                states.fail(EndpointSource::Slices, &describe_watch(&error));
-                if needs_list(&error) || backoff.failures().is_multiple_of(RELIST_AFTER) {
-                    return;
-                }
-                sleep(backoff.random_pause(&mut fastrand::Rng::new())).await;
+                on_event(event);
             }
         }
     }
-}
-
-/// Whether the watch cannot resume after `error`: its version or the resource is no longer available,
-/// or the user may no longer read it.
-fn needs_list(error: &watcher::Error) -> bool {
-    match error {
-        watcher::Error::WatchError(status) => matches!(status.code, 404 | 410),
-        watcher::Error::InitialListFailed(KubeError::Api(status))
-        | watcher::Error::WatchStartFailed(KubeError::Api(status)) => {
-            matches!(status.code, 403 | 404 | 410)
-        }
-        watcher::Error::NoResourceVersion => true,
-        watcher::Error::InitialListFailed(_)
-        | watcher::Error::WatchStartFailed(_)
-        | watcher::Error::WatchFailed(_) => false,
-    }
-}
-
-/// Describes an error in one line, with its causes.
-fn describe(error: &KubeError) -> String {
-    match error {
-        KubeError::Api(status) => {
-            format!("the apiserver answers {}: {}", status.code, status.message)
-        }
-        other => with_causes(other),
-    }
-}
-
-fn describe_watch(error: &watcher::Error) -> String {
-    match error {
-        watcher::Error::InitialListFailed(error)
-        | watcher::Error::WatchStartFailed(error)
-        | watcher::Error::WatchFailed(error) => describe(error),
-        watcher::Error::WatchError(status) => {
-            format!("the watch ended with {}: {}", status.code, status.message)
-        }
-        watcher::Error::NoResourceVersion => "an object without a resourceVersion".to_owned(),
-    }
-}
-
-fn with_causes(error: &dyn std::error::Error) -> String {
-    let mut message = error.to_string();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        let text = cause.to_string();
-        if !message.contains(&text) {
-            message = format!("{message}: {text}");
-        }
-        source = cause.source();
-    }
-    message
+    Ok(())
 }
 
 #[cfg(test)]

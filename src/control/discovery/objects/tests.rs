@@ -3,7 +3,7 @@
 use super::*;
 use serde_json::json;
 
-fn object(name: &str, version: &str, data: Value) -> DynamicObject {
+fn object(name: &str, version: &str, data: Value) -> Value {
     let mut value = data;
     value["metadata"] = json!({
         "name": name,
@@ -11,7 +11,12 @@ fn object(name: &str, version: &str, data: Value) -> DynamicObject {
         "resourceVersion": version,
         "labels": { SERVICE_LABEL: SERVICE },
     });
-    serde_json::from_value(value).unwrap()
+    value
+}
+
+/// A store of slices after a list of this version.
+fn store(list: Vec<Value>, version: &str) -> ObjectStore {
+    ObjectStore::new(WatchedResource::SlicesV1, list, version)
 }
 
 fn slice(addresses: &[&str]) -> Value {
@@ -27,11 +32,7 @@ fn addresses(found: &DiscoveredEndpoints) -> Vec<String> {
 }
 
 fn endpoints_of(resource: WatchedResource, data: Value) -> DiscoveredEndpoints {
-    let mut store = ObjectStore::new(resource, WatchStartVersion::default());
-    store.apply(Event::Init);
-    store.apply(Event::InitApply(object(SERVICE, "1", data)));
-    assert!(store.apply(Event::InitDone));
-    store.endpoints()
+    ObjectStore::new(resource, vec![object(SERVICE, "1", data)], "1").endpoints()
 }
 
 #[test]
@@ -52,80 +53,71 @@ fn compare_versions_orders_decimal_numbers_of_any_length() {
 
 #[test]
 fn apply_replayed_event_changes_nothing() {
-    let mut store = ObjectStore::new(WatchedResource::SlicesV1, WatchStartVersion::default());
-    assert!(
-        !store.apply(Event::Apply(object("a", "5", slice(&["10.0.0.1"])))),
-        "before a list is complete"
-    );
-    store.apply(Event::Init);
-    store.apply(Event::InitApply(object("a", "98", slice(&["10.0.0.1"]))));
-    assert!(store.apply(Event::InitDone));
+    let mut store = store(vec![object("a", "98", slice(&["10.0.0.1"]))], "98");
     assert_eq!(addresses(&store.endpoints()), ["10.0.0.1:6443"]);
 
-    assert!(store.apply(Event::Apply(object("a", "100", slice(&["10.0.0.2"])))));
-    for (event, why) in [
-        (Event::Apply(object("a", "99", slice(&["10.0.0.9"]))), "an older object"),
-        (Event::Apply(object("a", "100", slice(&["10.0.0.2"]))), "a duplicate"),
-        (Event::Delete(object("a", "99", slice(&["10.0.0.9"]))), "a deletion of an earlier object"),
+    assert!(store.apply(object("a", "100", slice(&["10.0.0.2"])), false));
+    for (version, host, deleted, why) in [
+        ("99", "10.0.0.9", false, "an older object"),
+        ("100", "10.0.0.2", false, "a duplicate"),
+        ("99", "10.0.0.9", true, "a deletion of an earlier object"),
     ] {
-        assert!(!store.apply(event), "{why}");
+        assert!(!store.apply(object("a", version, slice(&[host])), deleted), "{why}");
         assert_eq!(addresses(&store.endpoints()), ["10.0.0.2:6443"], "{why}");
     }
+    let other = object("b", "98", slice(&["10.0.0.8"]));
+    assert!(!store.apply(other, false), "an object that the list did not have any more");
+    let deletion = object("a", "100", slice(&[]));
+    assert!(store.apply(deletion.clone(), true), "with the version of the deleted object");
+    assert!(!store.apply(deletion, true));
     assert!(
-        store.apply(Event::Delete(object("a", "100", slice(&[])))),
-        "a deletion with the version of the deleted object"
-    );
-    assert!(!store.apply(Event::Delete(object("a", "100", slice(&[])))));
-    assert!(
-        !store.apply(Event::Apply(object("a", "99", slice(&["10.0.0.9"])))),
+        !store.apply(object("a", "99", slice(&["10.0.0.9"])), false),
         "an object older than its deletion"
     );
     assert_eq!(addresses(&store.endpoints()), [""; 0]);
-    assert!(store.apply(Event::Apply(object("a", "101", slice(&["10.0.0.3"])))), "created again");
+    assert!(store.apply(object("a", "101", slice(&["10.0.0.3"])), false), "created again");
+}
 
-    // After a restore of etcd from a backup, versions are lower. The list is applied nevertheless.
-    store.apply(Event::Init);
-    store.apply(Event::InitApply(object("b", "7", slice(&["10.0.0.4"]))));
-    assert_eq!(addresses(&store.endpoints()), ["10.0.0.3:6443"], "the list is not complete yet");
-    store.apply(Event::InitDone);
-    assert!(store.apply(Event::Apply(object("a", "8", slice(&["10.0.0.5"])))));
+/// After a restore of etcd from a backup, versions are lower.
+#[test]
+fn list_is_applied_whatever_its_version() {
+    let mut store = store(vec![object("b", "7", slice(&["10.0.0.4"]))], "7");
+    assert!(store.apply(object("a", "8", slice(&["10.0.0.5"])), false));
     assert_eq!(addresses(&store.endpoints()), ["10.0.0.5:6443", "10.0.0.4:6443"]);
 }
 
 #[test]
 fn apply_event_whose_version_is_no_number_is_applied() {
-    let mut store = ObjectStore::new(WatchedResource::SlicesV1, WatchStartVersion::default());
-    store.apply(Event::Init);
-    store.apply(Event::InitDone);
-    assert!(store.apply(Event::Apply(object("a", "x9", slice(&["10.0.0.1"])))));
-    assert!(store.apply(Event::Apply(object("a", "x1", slice(&["10.0.0.2"])))));
+    let mut store = store(Vec::new(), "1");
+    assert!(store.apply(object("a", "x9", slice(&["10.0.0.1"])), false));
+    assert!(store.apply(object("a", "x1", slice(&["10.0.0.2"])), false));
     assert_eq!(addresses(&store.endpoints()), ["10.0.0.2:6443"]);
 }
 
 #[test]
-fn apply_object_of_another_service_or_namespace_is_ignored() {
-    let mut store = ObjectStore::new(WatchedResource::SlicesV1, WatchStartVersion::default());
-    store.apply(Event::Init);
+fn object_of_another_service_or_namespace_is_ignored() {
     let mut other = object("other-x7", "1", slice(&["10.0.0.1"]));
-    other.metadata.labels = Some([(SERVICE_LABEL.to_owned(), "other".to_owned())].into());
-    store.apply(Event::InitApply(other));
+    other["metadata"]["labels"] = json!({ SERVICE_LABEL: "other" });
     let mut elsewhere = object("a", "1", slice(&["10.0.0.2"]));
-    elsewhere.metadata.namespace = Some("kube-system".into());
-    store.apply(Event::InitApply(elsewhere));
-    store.apply(Event::InitDone);
+    elsewhere["metadata"]["namespace"] = "kube-system".into();
+    let malformed = [json!(7), json!({ "metadata": 7 }), json!({ "metadata": { "name": 7 } })];
+    let store = store([vec![other, elsewhere], malformed.to_vec()].concat(), "1");
     assert_eq!(store.endpoints(), DiscoveredEndpoints::default());
 }
 
 #[test]
-fn apply_more_objects_than_the_maximum_stores_the_maximum() {
-    let mut store = ObjectStore::new(WatchedResource::SlicesV1, WatchStartVersion::default());
-    store.apply(Event::Init);
-    store.apply(Event::InitDone);
-    for n in 0..MAX_OBJECTS + 100 {
-        store.apply(Event::Apply(object(&format!("s{n}"), "1", slice(&["10.0.0.1"]))));
+fn more_objects_than_the_maximum_are_not_stored() {
+    let objects = |name: &str| -> Vec<_> {
+        let name = |n| object(&format!("{name}{n}"), "2", slice(&["10.0.0.1"]));
+        (0..MAX_OBJECTS + 100).map(name).collect()
+    };
+    assert_eq!(store(objects("l"), "1").objects.len(), MAX_OBJECTS);
+    let mut store = store(Vec::new(), "1");
+    for object in objects("s") {
+        store.apply(object, false);
     }
-    for n in 0..MAX_OBJECTS + 100 {
-        store.apply(Event::Delete(object(&format!("t{n}"), "1", slice(&["10.0.0.1"]))));
+    for object in objects("t") {
+        store.apply(object, true);
     }
     assert_eq!(store.objects.len(), MAX_OBJECTS);
 }
@@ -207,20 +199,4 @@ fn endpoints_of_malformed_objects_are_empty() {
     let many: Vec<_> = many.iter().map(String::as_str).collect();
     let found = endpoints_of(WatchedResource::SlicesV1, slice(&many));
     assert_eq!((found.rejected_count, found.rejected.len()), (1000, 20));
-}
-
-#[test]
-fn record_first_watch_after_list_sets_version() {
-    let version = WatchStartVersion::default();
-    for (query, expected) in [
-        ("limit=500", None),
-        ("watch=true&resourceVersion=7&timeoutSeconds=290", Some("7")),
-        ("watch=true&resourceVersion=9", Some("7")),
-        ("resourceVersion=0", None),
-        ("watch=true", None),
-        ("watch=true&resourceVersion=12", Some("12")),
-    ] {
-        version.record(query);
-        assert_eq!(version.get().as_deref(), expected, "{query}");
-    }
 }

@@ -1,19 +1,19 @@
 //! Tests of the watch against a simulated apiserver that replays, reorders, cuts off and refuses events by
-//! a random script. In the end the published endpoints must be the current ones. kube's watcher, the
-//! object store and the source states are real.
+//! a random script. In the end the published endpoints must be the current ones. The watch, the object store and the
+//! source states are real.
 
+use std::cell::RefCell;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Mutex};
 
 use bytes::Bytes;
-use http::Response;
 use jackstay_core::discovery::own_addresses::OwnAddresses;
 use proptest::prelude::*;
 use serde_json::{Value, json};
 use tokio::sync::{Notify, mpsc};
 use tokio::task::LocalSet;
 
-use super::super::transport::{TransportBody, TransportError};
+use super::super::requests::ResponseChunks;
 use super::*;
 use crate::config;
 use crate::observe::Metrics;
@@ -27,26 +27,87 @@ fn backoff_after_failures_doubles_up_to_the_limit() {
     assert_eq!(RETRIES.after(100).pause_at(0.0), RETRY_MAX / 2);
 }
 
-/// Applies to both lists: the first one, by which the resource is chosen, and the second one, which the
-/// watcher makes.
 #[tokio::test(start_paused = true)]
-async fn watch_list_that_stalls_is_requested_again_after_timeout() {
+async fn list_that_stalls_is_requested_again_after_timeout() {
     let script = Arc::new(Mutex::new(Script::new(Vec::new())));
     let states = SourceStates::new(upstream(), Box::new(OwnAddresses::default));
     let test = async {
-        for lists in 1..3 {
-            script.lock().unwrap().stall = lists;
-            let scripted = scripted(&script);
-            let watching = tokio::task::spawn_local(watch_forever(scripted, Rc::clone(&states)));
-            sleep(LIST_TIMEOUT.mul_f64(0.9)).await;
-            assert!(states.read(|answers, _| answers.is_empty()), "list {lists}");
-            sleep(Duration::from_secs(20)).await;
-            assert!(states.read(|answers, _| !answers.is_empty()), "list {lists}");
-            watching.abort();
-            states.remove(EndpointSource::Slices);
-        }
+        script.lock().unwrap().stall = true;
+        let scripted = Scripted(Arc::clone(&script));
+        let watching = tokio::task::spawn_local(watch_forever(scripted, Rc::clone(&states)));
+        sleep(LIST_TIMEOUT.mul_f64(0.9)).await;
+        assert!(states.read(|answers, _| answers.is_empty()));
+        sleep(Duration::from_secs(20)).await;
+        assert!(states.read(|answers, _| !answers.is_empty()));
+        watching.abort();
     };
     LocalSet::new().run_until(test).await;
+}
+
+/// A server that answers from a list of responses, and records the requests.
+#[derive(Default)]
+struct Answers {
+    responses: RefCell<VecDeque<(u16, String)>>,
+    targets: RefCell<Vec<String>>,
+}
+
+impl Requests for &Answers {
+    type Body = ScriptedBody;
+
+    async fn get(&self, target: &str, _: bool) -> Result<(StatusCode, ScriptedBody), RequestError> {
+        self.targets.borrow_mut().push(target.to_owned());
+        let next = self.responses.borrow_mut().pop_front();
+        let (code, body) = next.ok_or_else(|| "no more answers".to_owned())?;
+        let (send, chunks) = mpsc::channel(1);
+        send.try_send(Ok(body.into())).unwrap();
+        Ok((StatusCode::from_u16(code).unwrap(), ScriptedBody(chunks)))
+    }
+}
+
+fn answers<const N: usize>(responses: [(u16, Value); N]) -> Answers {
+    let responses = responses.map(|(code, body)| (code, body.to_string())).into();
+    Answers { responses: RefCell::new(responses), ..Answers::default() }
+}
+
+#[tokio::test]
+async fn list_has_the_objects_of_all_pages_and_the_last_version() {
+    let page = |name: &str, version: &str, next: &str| {
+        let metadata = json!({ "resourceVersion": version, "continue": next });
+        (200, json!({ "metadata": metadata, "items": [slice(name, 1, "10.0.0.1")] }))
+    };
+    let server = answers([page("a", "7", "x/y="), page("b", "7", "")]);
+    let list = list(&&server, WatchedResource::SlicesV1).await.unwrap();
+    assert_eq!((list.objects.len(), list.version.as_str()), (2, "7"));
+    let targets = server.targets.borrow();
+    assert!(targets[0].ends_with("%3Dkubernetes&limit=500"), "{targets:?}");
+    assert!(targets[1].ends_with("&limit=500&continue=x%2Fy%3D"), "{targets:?}");
+}
+
+#[tokio::test]
+async fn first_resource_that_may_be_listed_is_watched_and_others_are_named() {
+    let refusal = |code: u16| (code, json!({ "kind": "Status", "message": format!("no {code}") }));
+    let list = (200, json!({ "metadata": { "resourceVersion": "9" }, "items": null }));
+    let server = answers([refusal(404), refusal(403), list]);
+    let found = list_first(&&server).await.unwrap();
+    assert_eq!((found.resource, found.objects.len()), (WatchedResource::Endpoints, 0));
+    assert!(server.targets.borrow()[2].contains("fieldSelector=metadata.name%3Dkubernetes"));
+    for (responses, expected) in [
+        (
+            vec![refusal(403), refusal(404), refusal(403)],
+            "deploy/rbac: discovery.k8s.io/v1 EndpointSlices: no 403; \
+             discovery.k8s.io/v1beta1 EndpointSlices: no 404; v1 Endpoints: no 403",
+        ),
+        (vec![refusal(500)], "the apiserver answers 500: no 500"),
+        (vec![(401, json!("<html>\u{7}</html>"))], "the apiserver answers 401: \"<html>"),
+        (vec![(200, json!({ "items": [] }))], "a list without a resourceVersion"),
+        (vec![(200, json!("x"))], "a list without a resourceVersion"),
+        (vec![], "no more answers"),
+    ] {
+        let responses = responses.into_iter().map(|(code, body)| (code, body.to_string()));
+        let server = Answers { responses: RefCell::new(responses.collect()), ..Answers::default() };
+        let error = list_first(&&server).await.err().unwrap().to_string();
+        assert!(error.contains(expected), "{error}");
+    }
 }
 
 /// The next action of the server.
@@ -116,10 +177,10 @@ struct Script {
     refuse_at_once: bool,
     /// Whether the next request fails.
     fail: bool,
-    /// The number of the next list that stalls, counted from 1; 0 for none.
-    stall: usize,
+    /// Whether the next list stalls.
+    stall: bool,
     /// The senders of bodies that have not ended.
-    open: Vec<mpsc::Sender<Result<Bytes, TransportError>>>,
+    open: Vec<mpsc::Sender<Result<Bytes, RequestError>>>,
     /// Notified when all operations have been executed.
     done: Arc<Notify>,
     requests: usize,
@@ -135,7 +196,7 @@ impl Script {
             compacted: 0,
             refuse_at_once: false,
             fail: false,
-            stall: 0,
+            stall: false,
             open: Vec::new(),
             done: Arc::default(),
             requests: 0,
@@ -193,8 +254,7 @@ impl Script {
                 "metadata": { "resourceVersion": self.version.to_string() }, "items": items,
             });
             let mut list = list.to_string();
-            let stall = self.stall == 1;
-            self.stall = self.stall.saturating_sub(1);
+            let stall = std::mem::take(&mut self.stall);
             if stall {
                 list.truncate(list.len() / 2);
             }
@@ -274,7 +334,7 @@ impl Script {
                     (self.compacted, self.refuse_at_once) = (self.version, at_once);
                 }
                 Op::Fail => self.fail = true,
-                Op::Stall => self.stall = 1,
+                Op::Stall => self.stall = true,
                 Op::Garbage => frames.push("garbage\n".into()),
             }
         }
@@ -317,23 +377,34 @@ fn gone() -> String {
     line(&json!({ "type": "ERROR", "object": status }))
 }
 
-/// A transport for kube's client that responds by the script.
-fn scripted(script: &Arc<Mutex<Script>>) -> Transport {
-    let script = Arc::clone(script);
-    Transport::new(tower::service_fn(move |request: Request<KubeBody>| {
+/// A server that responds by the script.
+struct Scripted(Arc<Mutex<Script>>);
+
+/// What a server has sent of a body.
+struct ScriptedBody(mpsc::Receiver<Result<Bytes, RequestError>>);
+
+impl ResponseChunks for ScriptedBody {
+    async fn next(&mut self, _: bool) -> Option<Result<Bytes, RequestError>> {
+        self.0.recv().await
+    }
+}
+
+impl Requests for Scripted {
+    type Body = ScriptedBody;
+
+    async fn get(&self, target: &str, _: bool) -> Result<(StatusCode, ScriptedBody), RequestError> {
         let (send, body) = mpsc::channel(10_000);
-        let query = request.uri().query().unwrap_or_default().to_owned();
-        let mut script = script.lock().unwrap();
-        let (code, frames, stays_open) = script.respond(request.uri().path(), &query);
+        let mut script = self.0.lock().unwrap();
+        let (path, query) = target.split_once('?').unwrap();
+        let (code, frames, stays_open) = script.respond(path, query);
         for frame in frames {
             send.try_send(Ok(frame.into())).unwrap();
         }
         if stays_open {
             script.open.push(send);
         }
-        let response = Response::builder().status(code).body(TransportBody(body)).unwrap();
-        std::future::ready(Ok(response))
-    }))
+        Ok((StatusCode::from_u16(code).unwrap(), ScriptedBody(body)))
+    }
 }
 
 fn upstream() -> Arc<Upstream> {
@@ -359,7 +430,7 @@ proptest! {
         let done = Arc::clone(&script.lock().unwrap().done);
         let states = SourceStates::new(upstream(), Box::new(OwnAddresses::default));
         let mut published: Vec<_> = LocalSet::new().block_on(&runtime, async {
-            let scripted = scripted(&script);
+            let scripted = Scripted(Arc::clone(&script));
             let watching = tokio::task::spawn_local(watch_forever(scripted, Rc::clone(&states)));
             // An hour of paused time is enough for the script.
             tokio::time::timeout(Duration::from_secs(3600), done.notified()).await.expect("the script ends");

@@ -1,0 +1,199 @@
+//! The events of a watch, which are lines of JSON, as their parts arrive.
+
+use serde_json::Value;
+
+use super::requests::{MAX_BYTES, RequestError, ResponseChunks};
+
+/// An event (Kubernetes API, `WatchEvent`).
+#[derive(Debug, PartialEq)]
+pub enum WatchEvent {
+    /// An object was added or modified.
+    Applied(Value),
+    /// An object was deleted.
+    Deleted(Value),
+    /// The watch has reached this version, without an object.
+    Bookmark(String),
+    /// The server ends the watch with this status.
+    Error {
+        /// Its code, as of HTTP.
+        code: u64,
+        /// Its text.
+        message: String,
+    },
+}
+
+impl WatchEvent {
+    fn parse(line: &[u8]) -> Result<Self, RequestError> {
+        let invalid = |why: String| format!("an event is not valid: {why}");
+        let mut event: Value =
+            serde_json::from_slice(line).map_err(|error| invalid(error.to_string()))?;
+        let object = event.get_mut("object").map(Value::take).unwrap_or_default();
+        Ok(match event["type"].as_str() {
+            Some("ADDED" | "MODIFIED") => Self::Applied(object),
+            Some("DELETED") => Self::Deleted(object),
+            Some("BOOKMARK") => Self::Bookmark(version_of(&object).unwrap_or_default()),
+            Some("ERROR") => Self::Error {
+                code: object["code"].as_u64().unwrap_or(0),
+                message: object["message"].as_str().unwrap_or_default().to_owned(),
+            },
+            _ => return Err(invalid("it has an unknown type".to_owned())),
+        })
+    }
+
+    /// The version from which the watch continues after this event.
+    pub fn version(&self) -> Option<String> {
+        match self {
+            Self::Applied(object) | Self::Deleted(object) => version_of(object),
+            Self::Bookmark(version) => Some(version.clone()).filter(|version| !version.is_empty()),
+            Self::Error { .. } => None,
+        }
+    }
+}
+
+/// The `resourceVersion` of an object or a list.
+pub fn version_of(object: &Value) -> Option<String> {
+    object["metadata"]["resourceVersion"].as_str().map(str::to_owned)
+}
+
+/// The events of one response body.
+pub struct WatchEvents<B> {
+    body: B,
+    /// The complete events that were not read yet, and the beginning of the next one.
+    buffer: Vec<u8>,
+    /// The end of the last event that was read.
+    read: usize,
+    /// No event ends between there and here.
+    searched: usize,
+}
+
+impl<B: ResponseChunks> WatchEvents<B> {
+    /// The events in a body.
+    pub fn new(body: B) -> Self {
+        Self { body, buffer: Vec::new(), read: 0, searched: 0 }
+    }
+
+    /// The next event; `None` if the body ends between two events.
+    ///
+    /// # Errors
+    /// The body ends within an event, or an event is longer than [`MAX_BYTES`] or no valid one.
+    pub async fn next(&mut self) -> Option<Result<WatchEvent, RequestError>> {
+        loop {
+            let is_end = |byte: &u8| *byte == b'\n';
+            if let Some(length) = self.buffer[self.searched..].iter().position(is_end) {
+                let end = self.searched + length;
+                let line = &self.buffer[self.read..end];
+                (self.read, self.searched) = (end + 1, end + 1);
+                if line.iter().all(u8::is_ascii_whitespace) {
+                    continue;
+                }
+                return Some(WatchEvent::parse(line));
+            }
+            self.buffer.drain(..self.read);
+            (self.read, self.searched) = (0, self.buffer.len());
+            match self.body.next(!self.buffer.is_empty()).await {
+                Some(Ok(data)) if self.buffer.len() + data.len() > MAX_BYTES => {
+                    return Some(Err(too_long()));
+                }
+                Some(Ok(data)) => self.buffer.extend_from_slice(&data),
+                Some(Err(error)) => return Some(Err(error)),
+                None if self.buffer.is_empty() => return None,
+                None => return Some(Err("the watch ended within an event".to_owned())),
+            }
+        }
+    }
+}
+
+/// Reads a whole body.
+///
+/// # Errors
+/// It breaks off, or is longer than [`MAX_BYTES`].
+pub async fn whole_body(mut body: impl ResponseChunks) -> Result<Vec<u8>, RequestError> {
+    let mut whole = Vec::new();
+    while let Some(data) = body.next(true).await {
+        let data = data?;
+        if whole.len() + data.len() > MAX_BYTES {
+            return Err(too_long());
+        }
+        whole.extend_from_slice(&data);
+    }
+    Ok(whole)
+}
+
+fn too_long() -> RequestError {
+    format!("a response of more than {MAX_BYTES} bytes")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::VecDeque;
+
+    use bytes::Bytes;
+    use serde_json::json;
+
+    use super::*;
+
+    /// Parts that arrive, and then the end.
+    struct Parts(VecDeque<Result<Bytes, RequestError>>);
+
+    impl ResponseChunks for Parts {
+        async fn next(&mut self, _: bool) -> Option<Result<Bytes, RequestError>> {
+            self.0.pop_front()
+        }
+    }
+
+    fn parts(texts: &[&str]) -> Parts {
+        Parts(texts.iter().map(|text| Ok(Bytes::copy_from_slice(text.as_bytes()))).collect())
+    }
+
+    async fn events(texts: &[&str]) -> Vec<Result<WatchEvent, RequestError>> {
+        let mut events = WatchEvents::new(parts(texts));
+        let mut all = Vec::new();
+        while let Some(event) = events.next().await {
+            let is_last = event.is_err();
+            all.push(event);
+            if is_last {
+                break;
+            }
+        }
+        all
+    }
+
+    #[tokio::test]
+    async fn events_are_the_same_whatever_their_parts_are() {
+        let text = "{\"type\":\"ADDED\",\"object\":{\"a\":1}}\n\n\
+                    {\"type\":\"DELETED\",\"object\":{}}\r\n\
+                    {\"type\":\"BOOKMARK\",\"object\":{\"metadata\":{\"resourceVersion\":\"7\"}}}\n\
+                    {\"type\":\"ERROR\",\"object\":{\"code\":410,\"message\":\"old\"}}\n";
+        let (bookmark, message) = (WatchEvent::Bookmark("7".to_owned()), "old".to_owned());
+        let expected = [
+            Ok(WatchEvent::Applied(json!({"a": 1}))),
+            Ok(WatchEvent::Deleted(json!({}))),
+            Ok(bookmark),
+            Ok(WatchEvent::Error { code: 410, message }),
+        ];
+        for size in [1, 2, 7, 64, text.len()] {
+            let chunks: Vec<_> = text.as_bytes().chunks(size).collect();
+            let chunks: Vec<_> = chunks.iter().map(|c| std::str::from_utf8(c).unwrap()).collect();
+            assert_eq!(events(&chunks).await, expected, "parts of {size} bytes");
+        }
+    }
+
+    #[tokio::test]
+    async fn body_that_ends_within_an_event_or_has_no_valid_one_is_an_error() {
+        let long = "x".repeat(MAX_BYTES);
+        for (texts, expected) in [
+            (&["{\"type\":\"ADD"][..], "ended within an event"),
+            (&["garbage\n"], "not valid: expected value"),
+            (&["{\"type\":\"NEW\",\"object\":{}}\n"], "unknown type"),
+            (&["7\n"], "unknown type"),
+            (&[&long, "x"], "more than 8388608 bytes"),
+        ] {
+            let all = events(texts).await;
+            let [Err(error)] = &all[..] else { panic!("{all:?}") };
+            assert!(error.contains(expected), "{error}");
+        }
+        assert_eq!(events(&[]).await, []);
+        assert_eq!(whole_body(parts(&["a", "b"])).await.unwrap(), b"ab");
+        assert!(whole_body(parts(&[&long, "x"])).await.is_err());
+    }
+}

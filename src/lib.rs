@@ -9,13 +9,13 @@
 //! * [`control`] discovers the endpoints, probes `/readyz` and reloads certificates.
 //! * [`app`] is the life of the process: start, reload, takeover and drain.
 //! * [`admin`] is the admin endpoint; [`observe`] contains metrics, logs and events.
-//! * [`config`] and [`kubeconfig`] read files; [`net`] is TLS and HTTP/2 below the requests.
-//! * The decisions are in `jackstay_core`, the operating system in `jackstay_sys`; [`systemd`] runs `systemctl`.
-//! * [`cli`] contains the commands, [`doctor`] the diagnosis, `install` the installation on a node, `demo` a demonstration
-//!   with the small apiservers of `jackstay_apiserver`.
+//! * The decisions are in `jackstay_core`, the operating system in `jackstay_sys`; `jackstay_config` and
+//!   `jackstay_kubeconfig` read what operators write, and `jackstay_net` is TLS and HTTP/2 below the requests.
+//! * [`cli`] contains the commands, those of operators from `jackstay_operator`; `demo` is a demonstration with the small
+//!   apiservers of `jackstay_apiserver`.
 //!
 //! Imports have one direction, which `tests/checks/architecture` checks:
-//! `app → {admin, proxy, control} → upstream → {net, observe} → config`.
+//! `cli → app → {admin, proxy, control} → upstream → observe`.
 
 #![forbid(unsafe_code)]
 #![cfg_attr(not(test), warn(clippy::too_many_lines))]
@@ -25,18 +25,10 @@ pub mod admin;
 pub mod app;
 #[allow(clippy::disallowed_methods)] // commands use the real clock
 pub mod cli;
-pub mod config;
 pub mod control;
 #[cfg(feature = "demo")]
 #[allow(clippy::disallowed_methods)] // its threads use the real clock
 pub mod demo;
-pub mod doctor;
-#[cfg(feature = "doctor")]
-#[allow(clippy::disallowed_methods)] // it waits for services with the real clock
-pub mod install;
-pub mod kubeconfig;
-pub mod net;
 pub mod observe;
 pub mod proxy;
-pub mod systemd;
 pub mod upstream;

@@ -6,12 +6,12 @@ use std::path::Path;
 use std::time::{Duration, SystemTime};
 
 use jackstay::cli::check_arguments;
-use jackstay::config::{Overrides, draft_from_flags};
-use jackstay::kubeconfig::ServerUrl;
-use jackstay::kubeconfig::setup::node_name;
-use jackstay::net::tls::local_ca::{self, LocalCa};
-use jackstay::net::tls::pem_files::{ca_from_pem, cert_from_pem, valid_certificates};
+use jackstay_config::{Overrides, draft_from_flags};
 use jackstay_core::discovery::address::EndpointAddress;
+use jackstay_kubeconfig::ServerUrl;
+use jackstay_net::tls::local_ca::{self, LocalCa};
+use jackstay_net::tls::pem_files::{ca_from_pem, cert_from_pem, valid_certificates};
+use jackstay_operator::kubeconfig::setup::node_name;
 
 const BEGIN: &[u8] = b"-----BEGIN CERTIFICATE-----";
 

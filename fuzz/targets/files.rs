@@ -3,11 +3,12 @@
 use std::path::Path;
 use std::time::{Duration, SystemTime};
 
-use jackstay::config::{format_duration, format_size, parse_duration, parse_size, validate_text};
-use jackstay::control::discovery::{file, state_file};
-use jackstay::kubeconfig::rewrite::{ClientTrust, LocalEndpoint, point_at, revert};
-use jackstay::kubeconfig::{KubeconfigFile, ResolvedContext, ServerUrl, kubeconfig_yaml};
+use jackstay::control::discovery::state_file;
+use jackstay_config::endpoints_file;
+use jackstay_config::{format_duration, format_size, parse_duration, parse_size, validate_text};
 use jackstay_core::discovery::address::EndpointAddress;
+use jackstay_kubeconfig::{KubeconfigFile, ResolvedContext, ServerUrl, kubeconfig_yaml};
+use jackstay_operator::kubeconfig::rewrite::{ClientTrust, LocalEndpoint, point_at, revert};
 use jackstay_sys::files::authorization;
 use kube::config::{Kubeconfig, NamedCluster};
 
@@ -73,7 +74,7 @@ pub(super) fn kubeconfig(bytes: &[u8]) {
 /// A list of endpoints, and the texts of addresses and tokens: a parsed address parses again.
 pub(super) fn endpoints_file(bytes: &[u8]) {
     let Ok(text) = std::str::from_utf8(bytes) else { return };
-    for candidate in file::parse(text).candidates {
+    for candidate in endpoints_file::parse(text).candidates {
         let address = candidate.address;
         assert_eq!(EndpointAddress::parse(&address.to_string()), Ok(address));
     }

@@ -7,7 +7,6 @@ use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use ::http::{HeaderMap, HeaderName, HeaderValue, Request, Version};
-use jackstay::net::frame_limiter::FrameLimiter;
 use jackstay_core::http2_frames::{FrameHeader, FrameScanner};
 use jackstay_core::request::hygiene::{
     ForwardedFor, check_request, check_size, downstream_headers, is_hop_by_hop, upstream_headers,
@@ -15,6 +14,7 @@ use jackstay_core::request::hygiene::{
 };
 use jackstay_core::request::info::{RequestInfo, is_upgrade};
 use jackstay_core::request::path_prefix::PathPrefix;
+use jackstay_net::frame_limiter::FrameLimiter;
 use tokio::io::{AsyncRead, ReadBuf};
 
 /// A request head, as lines: method and target, then headers. A head that is accepted carries no hop-by-hop header

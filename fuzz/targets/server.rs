@@ -11,8 +11,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use jackstay::app::{App, Running};
-use jackstay::config::validate_text;
 use jackstay_apiserver::pki::Pki;
+use jackstay_config::validate_text;
 use jackstay_core::admission::MemoryBudget;
 use jackstay_testkit::recorder::{Record, Recorded, Recorder};
 use jackstay_testkit::tls::{self, Trust};

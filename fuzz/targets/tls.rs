@@ -1,9 +1,9 @@
 //! Bytes of TLS: the first message of a client, and certificates.
 
-use jackstay::net::tls::certificate::{Subject, cert_info, validity};
-use jackstay::net::tls::client_chain::exceeded_limit;
-use jackstay::net::tls::local_ca;
 use jackstay::proxy::passthrough::client_hello::{ClientHello, MAX_LENGTH, read};
+use jackstay_net::tls::certificate::{Subject, cert_info, validity};
+use jackstay_net::tls::client_chain::exceeded_limit;
+use jackstay_net::tls::local_ca;
 use rustls::pki_types::CertificateDer;
 
 /// The start of a connection: a result from a prefix does not change when more bytes arrive.

@@ -21,6 +21,9 @@ use std::time::Duration;
 use http::{HeaderValue, Method, Request, Response, StatusCode, header};
 use hyper::service::service_fn;
 use hyper_util::rt::TokioIo;
+use jackstay_net::tls::certificate;
+use jackstay_net::tls::client_chain::{self, ClientChain};
+use jackstay_net::tls::serving::ServingTls;
 use jackstay_sys::clock;
 use jackstay_sys::sockets::source::{Source, SourceLookup};
 use jackstay_sys::utc::wall_clock;
@@ -34,9 +37,6 @@ use super::connections::{Connections, http1_server};
 use super::routes;
 use super::server::{log_and_pause, source_of};
 use super::status_provider::StatusProvider;
-use crate::net::tls::certificate;
-use crate::net::tls::client_chain::{self, ClientChain};
-use crate::net::tls::serving::ServingTls;
 use crate::observe::{Metrics, RepeatFilter};
 
 /// Maximum time of a TLS handshake.

@@ -6,6 +6,7 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
+use jackstay_config::SOURCE_PREFIX_V6;
 use jackstay_sys::clock;
 use jackstay_sys::sockets::listening;
 use jackstay_sys::sockets::source::{Source, SourceLookup};
@@ -13,7 +14,6 @@ use tokio::net::{TcpListener, TcpStream, UnixListener};
 
 use super::connections::Connections;
 use super::status_provider::StatusProvider;
-use crate::config::SOURCE_PREFIX_V6;
 use crate::observe::RepeatFilter;
 
 /// Pause after a failed accept, so that the loop does not spin while the process is out of descriptors.

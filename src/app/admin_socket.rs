@@ -6,6 +6,7 @@ use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use jackstay_config as config;
 use jackstay_sys::process::inherited_sockets::InheritedSockets;
 use jackstay_sys::sockets::listening;
 use jackstay_sys::sockets::listening::ListenOptions;
@@ -13,7 +14,6 @@ use jackstay_sys::sockets::listening::ListenOptions;
 use super::shared_sockets::OtherOwners;
 use super::sockets::divert_new_connections;
 use super::start_error::StartError;
-use crate::config;
 
 /// Whether the process starts while another one has the address of the admin endpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

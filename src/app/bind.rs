@@ -5,10 +5,13 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use arc_swap::ArcSwap;
+use jackstay_config::Config;
 use jackstay_core::admission::MemoryBudget;
 use jackstay_core::takeover::start::{
     Bound, Found, Start, StartEffect, StartFailure, StartInput, StartMode,
 };
+use jackstay_net::dns::ResolverFiles;
+use jackstay_net::loaded_files::LoadedFiles;
 use jackstay_sys::clock;
 use jackstay_sys::process::inherited_sockets::InheritedSockets;
 use tokio::runtime::Handle;
@@ -19,11 +22,8 @@ use super::admin_socket::AdminBind;
 use super::descriptors;
 use super::start_error::StartError;
 use super::takeover::{self, Predecessor, Request};
-use crate::config::Config;
 use crate::control::discovery::SharedContext;
 use crate::control::host_addresses::HostAddresses;
-use crate::net::dns::ResolverFiles;
-use crate::net::loaded_files::LoadedFiles;
 use crate::observe::log::PidInLines;
 use crate::observe::{LivenessMonitor, Metrics};
 

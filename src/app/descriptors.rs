@@ -1,8 +1,8 @@
 //! The limit on open files: raised at the start, and shared by the connections of all listeners if it is low.
 
+use jackstay_config::{Config, Listener};
 use jackstay_sys::process::resource_limits;
 
-use crate::config::{Config, Listener};
 use crate::proxy::lingering::MAX_LINGERING;
 
 /// Descriptors needed besides those of client connections: for endpoints, files and threads.

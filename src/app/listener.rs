@@ -6,9 +6,10 @@
 use std::net::SocketAddr;
 use std::sync::Arc;
 
+use jackstay_config as config;
+use jackstay_net::tls::serving::ServingTls;
+
 use super::sockets::SocketId;
-use crate::config;
-use crate::net::tls::serving::ServingTls;
 use crate::observe::ListenerMetrics;
 use crate::proxy::identity_lane::LaneConnections;
 use crate::upstream::Upstream;

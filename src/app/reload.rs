@@ -3,13 +3,13 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 
+use jackstay_config::{Config, Listener, LoadedConfig, Log, Sandbox, Upstream};
+use jackstay_net::loaded_files::LoadedFiles;
 use jackstay_sys::utc::Utc;
 use serde::Serialize;
 use tokio::sync::oneshot;
 
-use crate::config::{Config, Listener, LoadedConfig, Log, Sandbox, Upstream};
 use crate::control::file_watch::{FileVersion, file_version};
-use crate::net::loaded_files::LoadedFiles;
 use crate::observe::events::{Change, EventKind, Events};
 use crate::observe::log::LogControl;
 
@@ -305,8 +305,8 @@ fn named_changes<T>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::LogFormat;
     use crate::observe::log::tests::Captured;
+    use jackstay_config::LogFormat;
 
     fn ok(changed: &[&str]) -> ReloadResult {
         let changed = changed.iter().map(|&line| line.to_owned()).collect();

@@ -6,7 +6,10 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use jackstay_config::{Admin, CertPaths, Config, IdentitySource, Sandbox, Seccomp, Switch};
 use jackstay_core::discovery::address::EndpointAddress;
+use jackstay_kubeconfig::discovery as kubeconfig;
+use jackstay_net::dns::ResolverFiles;
 use jackstay_sys::process::sandbox;
 use jackstay_sys::process::sandbox::file_rules::{FileAccess, FileRules};
 use jackstay_sys::process::sandbox::landlock::Domain;
@@ -14,9 +17,6 @@ use jackstay_sys::process::sandbox::seccomp::Violation;
 use jackstay_sys::process::sandbox::{landlock, seccomp};
 use serde::Serialize;
 
-use crate::config::{Admin, CertPaths, Config, IdentitySource, Sandbox, Seccomp, Switch};
-use crate::control::discovery::kubeconfig;
-use crate::net::dns::ResolverFiles;
 use crate::upstream::credentials::files_of_identity;
 
 /// Files of the system that are read while the process runs, besides those of the configuration: metrics of the

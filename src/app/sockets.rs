@@ -12,6 +12,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use jackstay_config as config;
 use jackstay_sys::process::inherited_sockets::InheritedSockets;
 use jackstay_sys::sockets::listening;
 use jackstay_sys::sockets::listening::ListenOptions;
@@ -20,7 +21,6 @@ use socket2::SockRef;
 
 use super::shared_sockets::OtherOwners;
 use super::start_error::StartError;
-use crate::config;
 
 static NEXT_ID: AtomicU64 = AtomicU64::new(0);
 

@@ -5,7 +5,7 @@ use std::io;
 use std::net::SocketAddr;
 use std::path::Path;
 
-use crate::net::tls::file_error::TlsFileError;
+use jackstay_net::tls::file_error::TlsFileError;
 
 /// Why the process cannot start, or cannot apply a configuration.
 #[derive(Debug)]

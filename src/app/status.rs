@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
 
 use arc_swap::ArcSwap;
+use jackstay_config::Config;
 use jackstay_core::admission::{MemoryBudget, MemoryStatus};
 use jackstay_sys::clock;
 use jackstay_sys::utc::{Utc, wall_clock};
@@ -24,7 +25,6 @@ use super::listener::{BoundListener, ListenerMode};
 use super::reload::ReloadResult;
 use super::sandbox::{ProcessSandbox, SandboxStatus};
 use crate::admin::{self, Readiness, ReadinessCheck};
-use crate::config::Config;
 use crate::control::discovery::SharedContext;
 use crate::observe::events::Event;
 use crate::observe::history::{Columns, STEP};

@@ -16,6 +16,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
+use jackstay_config::{self as config, AccessLog};
 use jackstay_core::admission::ByteBudget;
 use jackstay_sys::process::allocator;
 use jackstay_sys::process::allocator::Release;
@@ -29,7 +30,6 @@ use self::listener::{DRAIN_POLL, DrainDeadline, Server, WorkerListener};
 pub use self::role::Role;
 use super::drain_signal::DrainSignal;
 use super::listener::{BoundListener, Destinations, ListenerMode};
-use crate::config::{self, AccessLog};
 use crate::observe::{Liveness, Metrics};
 use crate::proxy::admission::handshake_queue::HandshakeQueue;
 use crate::proxy::admission::listener_admission::ListenerAdmission;

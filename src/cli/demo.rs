@@ -20,15 +20,15 @@ use jackstay_apiserver::cluster::Cluster;
 use jackstay_apiserver::faulty_relay::FaultyRelay;
 use jackstay_apiserver::pki::{Issued, Pki, Subject};
 use jackstay_apiserver::{Options, pki, seed};
+use jackstay_config::{self as config, Overrides};
+use jackstay_operator::admin_client::fetch_status;
+use jackstay_operator::options::{OutputArgs, OutputFormat, has_colour, has_cursor};
 use jackstay_sys::files;
 use jackstay_sys::files::PRIVATE;
 use serde_json::{Value, json};
 use tokio::signal::unix::{SignalKind, signal};
 
-use super::admin_client::fetch_status;
-use super::options::{OutputArgs, OutputFormat, has_colour, has_cursor};
 use crate::app::{App, Running};
-use crate::config::{self, Overrides};
 use crate::demo::scenario::clients::{self, Clients};
 use crate::demo::scenario::display::{ProgressDisplay, Step, StepProgress, Style, format_duration};
 use crate::demo::scenario::ledger::{self, Counts};

@@ -11,9 +11,9 @@ use std::process::ExitCode;
 
 use clap::Args;
 use clap_complete::Shell;
+use jackstay_operator::options::OutputArgs;
 use serde_json::json;
 
-use super::options::OutputArgs;
 use crate::observe::build;
 
 const COMPLETION_HELP: &str = "\

@@ -1,26 +1,14 @@
-//! The command line: each command is a module that returns the exit code.
+//! The command line: dispatches to the commands, each of which returns the exit code. Those that need the data plane are
+//! modules here, the others are in [`jackstay_operator::commands`].
 //!
 //! The codes are 0 for success, 1 for a failure at run time, 2 for bad usage or a bad configuration, and 3 if
 //! what a command asks gives no answer. Errors are lines on stderr. The commands `demo` and `doctor` are cargo features; a
 //! build without the feature accepts the command, reports that it is missing and exits with 2.
 
-pub mod check;
-
-mod admin_client;
 #[cfg(feature = "demo")]
 mod demo;
-#[cfg(feature = "doctor")]
-mod doctor;
-#[cfg(feature = "doctor")]
-mod install;
-mod kubeconfig;
 mod manual;
-mod options;
-mod probe;
-#[cfg(feature = "doctor")]
-mod removal;
 mod run;
-mod status;
 mod upgrade;
 
 use std::env;
@@ -29,8 +17,11 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
+use jackstay_operator::commands::{check, kubeconfig, probe, status};
+#[cfg(feature = "doctor")]
+use jackstay_operator::commands::{doctor, install, removal};
+use jackstay_operator::options::EXIT_USAGE;
 
-use self::options::EXIT_USAGE;
 use crate::observe::build;
 
 const HELP: &str = "\

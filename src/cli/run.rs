@@ -10,6 +10,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 use clap::Args;
+use jackstay_config::{self as config, Config, ConfigDraft, Overrides};
+use jackstay_net::loaded_files::LoadedFiles;
+use jackstay_net::tls::key_log;
+use jackstay_operator::commands::check;
+use jackstay_operator::options::{ConfigArgs, EXIT_USAGE, missing_default_hint};
 use jackstay_sys::clock;
 use jackstay_sys::process::inherited_sockets;
 use jackstay_sys::process::inherited_sockets::{InheritedSockets, PassedDescriptor};
@@ -18,15 +23,10 @@ use jackstay_sys::process::service_manager::ServiceManager;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::time::{Sleep, sleep, timeout};
 
-use super::check;
-use super::options::{ConfigArgs, EXIT_USAGE, missing_default_hint};
 use super::upgrade::Upgrade;
 use crate::app::reload::{CheckedConfig, ConfigSource};
 use crate::app::sandbox::ProcessSandbox;
 use crate::app::{App, Running, StartError};
-use crate::config::{self, Config, ConfigDraft, Overrides};
-use crate::net::loaded_files::LoadedFiles;
-use crate::net::tls::key_log;
 use crate::observe::{build, log};
 
 const HELP: &str = "\

@@ -29,10 +29,10 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 
 use clap::Args;
+use jackstay_config::Config;
 use jackstay_sys::process::code_pages;
 use tokio::signal::unix::{SignalKind, signal};
 
-use crate::config::Config;
 use crate::observe::log::PidInLines;
 
 /// The hidden command of the launcher.
@@ -285,7 +285,8 @@ mod tests {
 
     #[test]
     fn log_replies_warns_only_of_a_process_that_has_failed_and_names_pid_and_status() {
-        use crate::config::LogFormat;
+        use jackstay_config::LogFormat;
+
         use crate::observe::log::tests::Captured;
         for (reply, expected) in [
             ("exited 7 exit status: 0", " INFO takeover process ended new_pid=7 status=\"0\""),

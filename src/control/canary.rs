@@ -3,11 +3,11 @@
 
 use std::sync::Arc;
 
+use jackstay_config::Percent;
 use jackstay_core::canary::{Answers, CanaryChange, CanaryEndpoint, INTERVAL};
 use jackstay_sys::clock;
 use tokio::time::sleep;
 
-use crate::config::Percent;
 use crate::observe::events::{Change, EventKind};
 use crate::upstream::Upstream;
 

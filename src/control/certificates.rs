@@ -14,6 +14,9 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
+use jackstay_net::tls::ca_bundle::CaBundle;
+use jackstay_net::tls::certificate::{VERSION_1, VERSION_1_EFFECT, Validity};
+use jackstay_net::tls::serving::{ServingRefresh, ServingTls};
 use jackstay_sys::clock;
 use jackstay_sys::utc::{Utc, wall_clock};
 
@@ -22,9 +25,6 @@ use self::late_renewal::LateRenewal;
 use self::series::CertificateSeries;
 use self::skipped_watch::{SkippedByName, SkippedChange, SkippedWatch};
 use super::file_watch::{FileWatch, poll_ticks};
-use crate::net::tls::ca_bundle::CaBundle;
-use crate::net::tls::certificate::{VERSION_1, VERSION_1_EFFECT, Validity};
-use crate::net::tls::serving::{ServingRefresh, ServingTls};
 use crate::observe::events::{Change, EventKind, Events};
 use crate::observe::{ListenerMetrics, Metrics};
 use crate::upstream::Upstream;
@@ -444,8 +444,8 @@ mod tests {
     use rcgen::{CertificateParams, KeyPair};
 
     use super::*;
-    use crate::config::CertPaths;
-    use crate::net::loaded_files::LoadedFiles;
+    use jackstay_config::CertPaths;
+    use jackstay_net::loaded_files::LoadedFiles;
 
     /// Writes a self-signed certificate that expires at the start of `year`, and its key.
     fn write_certificate(paths: &CertPaths, year: i32) {

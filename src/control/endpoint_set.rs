@@ -7,12 +7,12 @@ use std::collections::HashMap;
 use std::net::IpAddr;
 use std::sync::Arc;
 
+use jackstay_config::{self as config, EndpointPreference};
 use jackstay_core::discovery::address::EndpointAddress;
 use jackstay_core::discovery::merge;
 use jackstay_core::discovery::source::{EndpointIdentity, EndpointSpec};
 use rustls::pki_types::ServerName;
 
-use crate::config::{self, EndpointPreference};
 use crate::control::host_addresses::HostAddresses;
 use crate::control::readyz;
 use crate::upstream::Upstream;

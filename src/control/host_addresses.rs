@@ -61,8 +61,8 @@ mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     use super::*;
-    use crate::config::LogFormat;
     use crate::observe::log::tests::Captured;
+    use jackstay_config::LogFormat;
 
     #[test]
     fn get_after_a_failure_returns_the_last_addresses_and_logs_once() {

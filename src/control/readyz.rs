@@ -22,6 +22,7 @@ mod version;
 use std::pin::pin;
 use std::sync::Arc;
 
+use jackstay_config::Readyz;
 use jackstay_core::probe::prober::{Prober, Response, Rules};
 use jackstay_sys::clock;
 use tokio::time::{sleep, sleep_until};
@@ -37,7 +38,6 @@ use self::restore::RestoreCheck;
 use self::result::ReadyzResult;
 use self::succession::Succession;
 use self::version::VersionReader;
-use crate::config::Readyz;
 use crate::upstream::Upstream;
 use crate::upstream::connection::{ConnectionState, DrainReason};
 use crate::upstream::endpoint::{Endpoint, EndpointState, Observation, ProbeCredential};

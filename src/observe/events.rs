@@ -288,7 +288,7 @@ fn key(change: &Change<'_>, open: OpenStreams) -> String {
 mod tests {
     use super::super::log::tests::Captured;
     use super::*;
-    use crate::config::LogFormat;
+    use jackstay_config::LogFormat;
 
     fn change<'a>(name: &'a str, reason: &'a str) -> Change<'a> {
         Change {

@@ -229,8 +229,8 @@ fn check(registry: &Mutex<Registry>) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::LogFormat;
     use crate::observe::log::tests::Captured;
+    use jackstay_config::LogFormat;
     use tokio::time::advance;
 
     #[tokio::test(start_paused = true)]

@@ -18,6 +18,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
+use jackstay_config::{Level, Log, LogFormat};
 use jackstay_sys::utc::Utc;
 use tracing::level_filters::LevelFilter;
 use tracing_subscriber::filter::Targets;
@@ -28,7 +29,6 @@ use tracing_subscriber::layer::{Layer, Layered, SubscriberExt};
 use tracing_subscriber::{Registry, reload};
 
 use super::{lock, quantity};
-use crate::config::{Level, Log, LogFormat};
 
 pub use self::pid::PidInLines;
 
@@ -246,7 +246,7 @@ impl Drop for LogGuard {
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
-    use crate::config::AccessLog;
+    use jackstay_config::AccessLog;
     use std::sync::mpsc;
 
     /// The counter of queues without the field `pid`.

@@ -14,13 +14,13 @@ use std::time::Instant;
 
 use http::uri::PathAndQuery;
 use http::{HeaderValue, Method, header, request};
+use jackstay_config::AccessLog;
 use jackstay_core::credential_class::{ClientRank, CredentialClass};
 use jackstay_sys::clock;
 use jackstay_sys::sockets::source::Source;
 
 use super::listener_metrics::{CLIENT_GONE, ListenerMetrics};
 use super::redact::{redact_path, shorten};
-use crate::config::AccessLog;
 
 /// Maximum length of a user agent in a log line, in bytes.
 const MAX_USER_AGENT: usize = 256;

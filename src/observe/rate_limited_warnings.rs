@@ -66,7 +66,7 @@ impl Inner {
 mod tests {
     use super::super::log::tests::Captured;
     use super::*;
-    use crate::config::LogFormat;
+    use jackstay_config::LogFormat;
     use tokio::task::LocalSet;
 
     #[test]

@@ -18,12 +18,13 @@ use jackstay_core::request::shutdown_rejection::{
     REJECTION_MAX_BODY, is_at_most, is_rejection, is_short, may_be_rejection,
 };
 use jackstay_core::request::start_up;
+use jackstay_net::http2_error::describe_h2_error;
 use jackstay_sys::clock;
 
 use super::body_prefix::body_prefix;
 use super::request_body::{RequestBody, UploadTask};
 use super::upstream_client::UpstreamResponse;
-use crate::upstream::connection::{Connection, Permit, describe_h2_error};
+use crate::upstream::connection::{Connection, Permit};
 
 /// An attempt whose stream is open.
 pub(super) struct Attempt {

@@ -34,6 +34,9 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use jackstay_core::admission::Refusal;
+use jackstay_net::tls::certificate::{self, CertInfo, Subject, X509Error};
+use jackstay_net::tls::client_chain::{self, ChainError, ChainVerdict, ClientChain};
+use jackstay_net::tls::serving::ServingTls;
 use jackstay_sys::sockets::source::Source;
 use jackstay_sys::utc::{Utc, wall_clock};
 use rustls::pki_types::CertificateDer;
@@ -41,9 +44,6 @@ use tokio::sync::Notify;
 use tokio::task::spawn_local;
 use tokio::time::sleep;
 
-use crate::net::tls::certificate::{self, CertInfo, Subject, X509Error};
-use crate::net::tls::client_chain::{self, ChainError, ChainVerdict, ClientChain};
-use crate::net::tls::serving::ServingTls;
 use crate::observe::ListenerMetrics;
 use crate::upstream::credentials::CredentialClass;
 

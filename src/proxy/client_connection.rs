@@ -17,6 +17,7 @@ use http::request::Parts;
 use http::uri::{Authority, Scheme};
 use http::{HeaderValue, Request, Response, StatusCode, Uri, Version, header};
 use hyper::body::Incoming;
+use jackstay_config::api_root::default_authority;
 use jackstay_core::admission::Refusal;
 use jackstay_core::admission::fair_queue::Ended;
 use jackstay_core::credential_class::ClientRank;
@@ -49,7 +50,6 @@ use super::status_response;
 use super::upgrade::Upgrade;
 use crate::observe::Outcome;
 use crate::upstream::Upstream;
-use crate::upstream::api_root::default_authority;
 use crate::upstream::credentials::CredentialClass;
 use crate::upstream::version_preference::preferred_versions;
 

@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use hyper::upgrade::Upgraded;
 use hyper_util::rt::TokioIo;
+use jackstay_net::tls::serving::ServingTls;
 use jackstay_sys::sockets::read_ahead::ReadAhead;
 use jackstay_sys::sockets::tunnel_stream::TunnelStream;
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt, ReadBuf};
@@ -19,7 +20,6 @@ use tokio_rustls::server::TlsStream;
 
 use super::client_socket::ClientSocket;
 use super::head_timeout::HeadStream;
-use crate::net::tls::serving::ServingTls;
 
 /// The response to a request without TLS, which is that of kube-apiserver (Go's `net/http`, `conn.serve`).
 /// The connection is closed after it.

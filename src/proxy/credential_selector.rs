@@ -21,13 +21,13 @@ use std::time::SystemTime;
 use http::{HeaderMap, StatusCode};
 use jackstay_core::admission::Refusal;
 use jackstay_core::request::status_error::StatusError;
+use jackstay_net::tls::certificate::CertInfo;
 use jackstay_sys::sockets::source::Source;
 use jackstay_sys::utc::wall_clock;
 
 use super::admission::proven_tokens::{LastToken, ProvenTokens, TokenKey};
 use super::bearer_token::BearerToken;
 use super::client_certificate::ClientCertificate;
-use crate::net::tls::certificate::CertInfo;
 use crate::upstream::credentials::{CredentialClass, IdentitySlot};
 
 /// Selects the credentials for the requests of one listener.

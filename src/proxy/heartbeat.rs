@@ -6,9 +6,9 @@
 //! (`nodeLeaseRenewIntervalFraction` and `NodeStatusUpdateFrequency`). So the write is ended while there is time for
 //! a second one to another apiserver. jackstay does not send it again, because it may have been carried out.
 
+use jackstay_config::HeartbeatResource;
 use jackstay_core::request::info::{RequestInfo, RequestKind, Verb};
 
-use crate::config::HeartbeatResource;
 use crate::upstream::connection::{Connection, ConnectionState};
 use crate::upstream::endpoint::EndpointState;
 

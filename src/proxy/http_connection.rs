@@ -16,9 +16,11 @@ use hyper::rt::{Executor, Timer};
 use hyper::server::conn::{http1, http2};
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
+use jackstay_config::RequestLimits;
 use jackstay_core::admission::{Level, Refusal};
 use jackstay_core::credential_class::ClientRank;
 use jackstay_core::request::hygiene;
+use jackstay_net::frame_limiter::FrameLimiter;
 use jackstay_sys::clock;
 use jackstay_sys::sockets::cork::{Collect, Uncork, cork};
 use jackstay_sys::sockets::source::Source;
@@ -36,8 +38,6 @@ use super::drain::DrainWatcher;
 use super::head_errors::HeadErrors;
 use super::head_timeout::limit_heads;
 use super::listener_service::ListenerService;
-use crate::config::RequestLimits;
-use crate::net::frame_limiter::FrameLimiter;
 
 /// Largest frame accepted: RFC 9113's default.
 const MAX_FRAME_SIZE: u32 = 16 * 1024;

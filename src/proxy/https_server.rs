@@ -11,6 +11,8 @@ use std::sync::Arc;
 use jackstay_core::admission::Refusal;
 use jackstay_core::credential_class::ClientRank;
 use jackstay_core::request::hygiene::ForwardedFor;
+use jackstay_net::tls::certificate::VERSION_1;
+use jackstay_net::tls::serving::ServingTls;
 use jackstay_sys::clock;
 use jackstay_sys::sockets::source::Source;
 use jackstay_sys::sockets::stream::{TcpListener, TcpStream};
@@ -37,8 +39,6 @@ use super::passthrough::flow::ListenerFlows;
 use super::passthrough::routing::RoutedTo;
 use super::task_queues::TaskQueues;
 use super::tls_handshake::{Established, TlsHandshake};
-use crate::net::tls::certificate::VERSION_1;
-use crate::net::tls::serving::ServingTls;
 
 /// Serves the connections of one L7 listener on one worker.
 pub struct HttpsServer {

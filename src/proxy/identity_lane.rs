@@ -13,12 +13,12 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use jackstay_net::tls::client_chain::ChainVerdict;
 use jackstay_sys::sockets::source::Source;
 use jackstay_sys::sockets::stream::DetachedStream;
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::client_stream::ClientStream;
-use crate::net::tls::client_chain::ChainVerdict;
 
 /// A connection on its way from a worker to the identity lane.
 pub struct HandedOver {

@@ -4,11 +4,12 @@ use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::Arc;
 
+use jackstay_config::{AccessLog, HeartbeatResource, Limits, RequestLimits};
+
 use super::credential_selector::CredentialSelector;
 use super::drain::DrainWatcher;
 use super::tunnels::Tunnels;
 use super::upstream_client::UpstreamClient;
-use crate::config::{AccessLog, HeartbeatResource, Limits, RequestLimits};
 use crate::observe::ListenerMetrics;
 
 /// The settings and shared state with which one worker serves the requests of one listener. A reload

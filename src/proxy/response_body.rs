@@ -16,6 +16,7 @@ use http::{Response, response};
 use http_body::{Body as _, Frame, SizeHint};
 use hyper::body::Incoming;
 use jackstay_core::request::status_error::StatusError;
+use jackstay_net::http2_error::describe_h2_error;
 
 use super::admission::response_reserve::ResponseReserve;
 use super::admission::tunnel_memory::TunnelMemory;
@@ -25,7 +26,7 @@ use super::request_body::UploadTask;
 use super::upstream_client::{end_turn, poll_turn, release_window};
 use super::watch::body::WatchBody;
 use crate::observe::{Outcome, Side};
-use crate::upstream::connection::{Permit, describe_h2_error};
+use crate::upstream::connection::Permit;
 use crate::upstream::http1::Http1Driver;
 
 /// The response to a request, or an error for the client with the outcome to record it in.

@@ -10,6 +10,8 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use jackstay_core::admission::{MemoryCharge, Refusal};
+use jackstay_net::tls::serving::{self, ServingTls};
+use jackstay_net::tls::tls_error::describe_handshake_error;
 use jackstay_sys::clock;
 use jackstay_sys::sockets::read_ahead::{ReadAhead, Turn};
 use jackstay_sys::sockets::stream::TcpStream;
@@ -23,8 +25,6 @@ use super::client_socket::ClientSocket;
 use super::client_stream::{ClientStream, StallTimeout, accept_tls};
 use super::listener_service::ListenerService;
 use super::passthrough::routing::{RoutedTo, Routing};
-use crate::net::tls::serving::{self, ServingTls};
-use crate::net::tls::tls_error::describe_handshake_error;
 
 /// What a listener needs for a handshake.
 pub struct TlsHandshake<'a> {

@@ -5,11 +5,10 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
+use jackstay_config::Percent;
 use jackstay_core::canary::{CanaryChange, CanaryEndpoint, CanaryGuard};
 use jackstay_sys::utc::{Utc, wall_clock};
 use serde::Serialize;
-
-use crate::config::Percent;
 
 /// The canary of one upstream. All workers share it.
 #[derive(Debug, Default)]

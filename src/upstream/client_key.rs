@@ -3,9 +3,8 @@
 use std::hash::{Hash, Hasher};
 
 use aws_lc_rs::hmac;
+use jackstay_net::tls::certificate::Subject;
 use jackstay_sys::simulation;
-
-use crate::net::tls::certificate::Subject;
 
 /// A client: a keyed hash of its subject or its token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]

@@ -6,7 +6,6 @@
 //! above the peer's limit without an error; kube-apiserver allows 100.
 
 mod driver;
-mod error_text;
 mod line_windows;
 mod permit;
 mod receiving;
@@ -28,17 +27,16 @@ use jackstay_core::connection::{
 };
 pub use jackstay_core::connection::{ConnectionState, DrainReason, DrainUrgency};
 use jackstay_core::pool::ConnectionKey;
+use jackstay_net::tls::certificate::{CertInfo, Subject};
 use jackstay_sys::clock;
 use tokio::sync::Notify;
 
-pub use self::error_text::{describe_h2_error, is_ping_complaint};
 pub use self::permit::Permit;
 use self::receiving::ReceivingStreams;
 use super::credentials::CredentialClass;
 use super::endpoint::{Endpoint, Observation};
 use super::stats::ConnectionStats;
 use super::watch_moves::{MoveEligibility, WatchMoves};
-use crate::net::tls::certificate::{CertInfo, Subject};
 use crate::observe::events::{Change, EventKind, Severity};
 use crate::observe::{OpenStreams, StateGauge};
 

@@ -24,7 +24,13 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::SystemTime;
 
 use arc_swap::{ArcSwap, ArcSwapOption};
+use jackstay_config::{IdentitySource, Upstream};
 pub use jackstay_core::credential_class::CredentialClass;
+use jackstay_kubeconfig::client_certificate;
+use jackstay_net::loaded_files::LoadedFiles;
+use jackstay_net::tls::ca_bundle::CaBundle;
+use jackstay_net::tls::file_error::TlsFileError;
+use jackstay_net::tls::pem_files::{self, LoadedCa, LoadedCert};
 use jackstay_sys::utc::wall_clock;
 
 pub use self::change::CredentialChange;
@@ -33,12 +39,6 @@ pub use self::client_tls::{ClientTls, client_tls, unverified_tls};
 use self::probe_token::ProbeToken;
 use self::slot::Identity;
 pub use self::slot::{IdentitySlot, IdentityState, in_use, is_superseded};
-use crate::config::{IdentitySource, Upstream};
-use crate::kubeconfig::client_certificate;
-use crate::net::loaded_files::LoadedFiles;
-use crate::net::tls::ca_bundle::CaBundle;
-use crate::net::tls::file_error::TlsFileError;
-use crate::net::tls::pem_files::{self, LoadedCa, LoadedCert};
 
 /// All credentials for one upstream. Readers never wait; [`Self::refresh`], [`Self::install`] and
 /// [`Self::retire`] are called on one thread.
@@ -429,7 +429,7 @@ mod tests {
     use rcgen::{CertificateParams, DnType, KeyPair};
 
     use super::*;
-    use crate::config::{self, CertPaths};
+    use jackstay_config::{self as config, CertPaths};
 
     /// Writes a self-signed certificate and its key.
     fn write_certificate(folder: &Path, name: &str, subject: &str) -> CertPaths {

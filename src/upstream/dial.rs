@@ -17,6 +17,8 @@ use h2::client::{Connection as H2Connection, SendRequest};
 use h2::{Ping, PingPong};
 use jackstay_core::receive_windows::ReceiveWindows;
 use jackstay_core::request::hygiene::MAX_RESPONSE_HEAD;
+use jackstay_net::frame_limiter::{FrameLimiter, PeerFrames};
+use jackstay_net::tls::tls_error::{describe_alert_in, describe_server_handshake_error, tls_error};
 use jackstay_sys::clock;
 use jackstay_sys::process::resource_limits;
 use jackstay_sys::sockets::connector::Connector;
@@ -33,8 +35,6 @@ use tokio_rustls::client::TlsStream;
 use super::connect_race;
 use super::credentials::ClientTls;
 use super::endpoint::{ConnectFailure, ConnectFailureKind, ConnectTimeout, Endpoint};
-use crate::net::frame_limiter::{FrameLimiter, PeerFrames};
-use crate::net::tls::tls_error::{describe_alert_in, describe_server_handshake_error, tls_error};
 
 /// Time without success after which a second attempt starts in parallel to the first.
 const RACE_AFTER: Duration = Duration::from_millis(250);

@@ -31,6 +31,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
 use arc_swap::{ArcSwap, Guard};
+use jackstay_config::api_root::ApiRoot;
 use jackstay_core::connect::ConnectBackoff;
 pub use jackstay_core::connect::{ConnectFailure, ConnectFailureKind, ConnectTimeout};
 use jackstay_core::discovery::address::EndpointAddress;
@@ -58,7 +59,6 @@ use self::process_start::ProcessStart;
 use self::slow_start::SlowStart;
 use self::statistics::EndpointStatistics;
 use self::version::EndpointVersion;
-use super::api_root::ApiRoot;
 use super::capabilities::ApiserverProcess;
 use super::readyz::ReadyzCheck;
 use super::stats::{Ejection, EndpointStatus};

@@ -15,6 +15,7 @@ use hyper::client::conn::http1;
 use hyper::ext::on_informational;
 use hyper_util::rt::TokioIo;
 use jackstay_core::request::hygiene::{FIELD_OVERHEAD, MAX_RESPONSE_HEAD};
+use jackstay_net::tls::certificate::Subject;
 use jackstay_sys::clock;
 use jackstay_sys::sockets::stream::SocketRef;
 use jackstay_sys::sockets::tracked_stream::StreamObserver;
@@ -30,7 +31,6 @@ use super::endpoint::{ConnectFailure, Endpoint, EndpointState, TunnelledWatchGua
 use super::pool::{UNAVAILABLE_AFTER, Unavailable};
 use super::shared::Upstream;
 use super::version_preference::PreferredVersions;
-use crate::net::tls::certificate::Subject;
 use crate::upstream::flow_check::FlowHealthCheck;
 
 /// Time after which the next endpoint is tried in parallel to one that has not answered. It is twice the

@@ -7,7 +7,7 @@
 //!   decides which connection is dead. [`flow_check`] asks it about an upgrade.
 //! * [`evacuation`] moves watches away from an apiserver whose `/readyz` fails, and [`rebalance`] moves
 //!   watches to one that has recovered. Both offer moves by [`watch_moves`].
-//! * [`api_root`] is where the API begins: jackstay's own requests ([`question`]) go there.
+//! * [`question`] is a request of jackstay itself.
 //! * [`resource_versions`] records how far the watch cache of each endpoint has come.
 //!   [`version_floors`] records which versions each client has seen.
 //! * While the apiservers differ in their version, [`version_preference`] ranks them for each
@@ -20,7 +20,6 @@
 //!   have not accepted it.
 //! * Each upgrade has an HTTP/1.1 connection of its own ([`http1`]).
 
-pub mod api_root;
 pub(crate) mod canary;
 pub mod capabilities;
 pub mod client_key;

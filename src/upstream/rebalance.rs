@@ -5,6 +5,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Instant;
 
+use jackstay_config::{self as config, Percent};
 use jackstay_core::connection::ConnectionState;
 use jackstay_core::placement::rebalance::{self, MoveOffer, WatchRow};
 pub use jackstay_core::placement::rebalance::{EndpointLoad, RebalanceSchedule};
@@ -12,7 +13,6 @@ pub use jackstay_core::placement::rebalance::{EndpointLoad, RebalanceSchedule};
 use super::connection::Connection;
 use super::endpoint::Endpoint;
 use super::watch_moves::MoveEligibility;
-use crate::config::{self, Percent};
 
 /// The load of an endpoint with this many watches or flows; `None` if it does not take part.
 pub fn load_of(endpoint: &Endpoint, watches: usize, now: Instant) -> Option<EndpointLoad> {

@@ -8,13 +8,14 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 use arc_swap::{ArcSwap, Guard};
+use jackstay_config as config;
+use jackstay_config::api_root::ApiRoot;
 use jackstay_core::admission::MemoryBudget;
 use jackstay_core::fault_reports::Usability;
 use jackstay_core::request::path_prefix::PathPrefix;
 use jackstay_sys::sockets::connector::Connector;
 use tokio::sync::Notify;
 
-use super::api_root::ApiRoot;
 use super::canary::Canary;
 use super::capabilities::CapabilityDemand;
 use super::compression::Compression;
@@ -26,7 +27,6 @@ use super::restores::Restores;
 use super::succession::Successions;
 use super::unordered_groups::UnorderedGroups;
 use super::version_floors::VersionFloors;
-use crate::config;
 use crate::observe::Metrics;
 
 /// The state of one upstream that all workers share.
@@ -128,7 +128,7 @@ impl Upstream {
         identities: &[config::IdentitySource],
         metrics: &Arc<Metrics>,
     ) -> Arc<Self> {
-        let files = &mut crate::net::loaded_files::LoadedFiles::default();
+        let files = &mut jackstay_net::loaded_files::LoadedFiles::default();
         let credentials = Credentials::load(&config, identities, files).unwrap();
         let memory = MemoryBudget::new(jackstay_core::admission::DEFAULT_LIMIT);
         Arc::new(Self::new(config, credentials, metrics, &memory))

@@ -9,9 +9,10 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use http::StatusCode;
+use jackstay_net::http2_error::describe_h2_error;
 use tokio::time::timeout;
 
-use super::connection::{Connection, describe_h2_error};
+use super::connection::Connection;
 use super::question;
 
 /// Limit for the answer. Requests do not wait for it.

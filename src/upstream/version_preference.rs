@@ -18,12 +18,12 @@
 use std::sync::Arc;
 
 use http::HeaderValue;
+use jackstay_config::{Percent, VersionPreference};
 use jackstay_core::kubernetes_version::{MinorVersion, of_user_agent};
 use jackstay_core::pool::{EndpointKey, VersionSide};
 
 use super::endpoint::{Endpoint, EndpointState};
 use super::shared::Upstream;
-use crate::config::{Percent, VersionPreference};
 
 /// The versions that a request prefers; none by default.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

@@ -9,38 +9,48 @@ mod imports;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// For each top-level module, the other modules that it may import.
-const MAY_IMPORT: &[(&str, &[&str])] = &[
-    ("config", &[]),
-    ("observe", &["net", "config"]),
-    ("net", &["config"]),
-    ("upstream", &["kubeconfig", "net", "observe", "config"]),
-    ("admin", &["upstream", "net", "observe", "config"]),
-    ("proxy", &["upstream", "net", "observe", "config"]),
-    ("control", &["kubeconfig", "upstream", "net", "observe", "config"]),
-    ("app", &["admin", "proxy", "control", "upstream", "net", "observe", "config"]),
-    ("kubeconfig", &["net", "config"]),
-    ("doctor", &["kubeconfig", "upstream", "net", "observe", "config"]),
-    ("install", &["kubeconfig", "net", "config", "systemd"]),
-    ("systemd", &[]),
-    // The demo runs a complete jackstay in front of its apiservers.
-    ("demo", &["app", "net", "observe", "config"]),
-    (
-        "cli",
-        &[
-            "app",
-            "control",
-            "demo",
-            "doctor",
-            "install",
-            "kubeconfig",
-            "net",
-            "observe",
-            "config",
-            "systemd",
+/// A package whose modules import each other in one direction, which Cargo does not check.
+struct LayeredPackage {
+    /// Its source folder.
+    folder: &'static str,
+    /// For each top-level module, the other modules that it may import.
+    may_import: &'static [(&'static str, &'static [&'static str])],
+}
+
+const LAYERED: [LayeredPackage; 2] = [
+    LayeredPackage {
+        folder: "src",
+        may_import: &[
+            ("observe", &[]),
+            ("upstream", &["observe"]),
+            ("admin", &["upstream", "observe"]),
+            ("proxy", &["upstream", "observe"]),
+            ("control", &["upstream", "observe"]),
+            ("app", &["admin", "proxy", "control", "upstream", "observe"]),
+            // The demo runs a complete jackstay in front of its apiservers.
+            ("demo", &["app", "observe"]),
+            ("cli", &["app", "demo", "observe"]),
         ],
-    ),
+    },
+    LayeredPackage {
+        folder: "crates/operator/src",
+        may_import: &[
+            ("options", &[]),
+            ("admin_client", &[]),
+            ("systemd", &[]),
+            ("kubeconfig", &[]),
+            ("doctor", &["kubeconfig"]),
+            ("install", &["kubeconfig", "systemd"]),
+            (
+                "commands",
+                &["options", "admin_client", "systemd", "kubeconfig", "doctor", "install"],
+            ),
+        ],
+    },
 ];
+
+/// The tools of operators, which only the command line of the program may import.
+const TOOLS: &str = "jackstay_operator";
 
 /// Maximum number of lines of a file without its tests.
 const MAX_LINES: usize = 700;
@@ -102,13 +112,14 @@ fn imports(root: &Path) -> imports::Imports {
     imports::Imports::read(files)
 }
 
-#[test]
-fn modules_import_only_allowed_modules() {
+/// The imports of a package that its rule does not allow.
+fn forbidden_imports(package: &LayeredPackage) -> Vec<String> {
+    let LayeredPackage { folder, may_import } = package;
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join(folder);
     let mut broken = Vec::new();
-    let root = &roots()[0];
-    for (module, path, text) in sources_of(root) {
-        let Some((_, allowed)) = MAY_IMPORT.iter().find(|(name, _)| *name == module) else {
-            assert!(["lib", "main"].contains(&module.as_str()), "no rule for module `{module}`");
+    for (module, path, text) in sources_of(&root) {
+        let Some((_, allowed)) = may_import.iter().find(|(name, _)| *name == module) else {
+            assert!(["lib", "main"].contains(&module.as_str()), "no rule for `{folder}/{module}`");
             continue;
         };
         let code = text.split("\n#[cfg(test)]\nmod ").next().unwrap();
@@ -118,7 +129,7 @@ fn modules_import_only_allowed_modules() {
                     .chars()
                     .take_while(|c| c.is_alphanumeric() || *c == '_')
                     .collect();
-                let known = MAY_IMPORT.iter().any(|(name, _)| *name == target);
+                let known = may_import.iter().any(|(name, _)| *name == target);
                 if known && target != module && !allowed.contains(&target.as_str()) {
                     broken.push(format!("{}: {module} imports {target}", path.display()));
                 }
@@ -126,18 +137,36 @@ fn modules_import_only_allowed_modules() {
         }
     }
     // The lines above are searched for `crate::`. The syntax tree also has paths with `super` and imports in braces.
-    for (file, targets) in imports(root).top_level() {
+    for (file, targets) in imports(&root).top_level() {
         let module = file.split('/').next().unwrap().trim_end_matches(".rs");
-        let rule = MAY_IMPORT.iter().find(|(name, _)| *name == module);
+        let rule = may_import.iter().find(|(name, _)| *name == module);
         let Some((_, allowed)) = rule else { continue };
         for target in targets {
-            let known = MAY_IMPORT.iter().any(|(name, _)| *name == target);
+            let known = may_import.iter().any(|(name, _)| *name == target);
             if known && target != module && !allowed.contains(&target.as_str()) {
-                broken.push(format!("src/{file}: {module} imports {target}"));
+                broken.push(format!("{folder}/{file}: {module} imports {target}"));
             }
         }
     }
+    broken
+}
+
+#[test]
+fn modules_import_only_allowed_modules() {
+    let broken: Vec<_> = LAYERED.iter().flat_map(forbidden_imports).collect();
     assert!(broken.is_empty(), "{}", broken.join("\n"));
+}
+
+/// The package of the data plane depends on the tools, because its command line calls them.
+#[test]
+fn only_the_command_line_imports_the_tools_of_operators() {
+    let is_import = |line: &str| line.contains(TOOLS) && !line.trim_start().starts_with("//");
+    let importing: Vec<_> = sources_of(&roots()[0])
+        .into_iter()
+        .filter(|(module, _, text)| module != "cli" && text.lines().any(is_import))
+        .map(|(_, path, _)| path)
+        .collect();
+    assert_eq!(importing, [""; 0].map(PathBuf::from), "{TOOLS} is for src/cli");
 }
 
 #[test]

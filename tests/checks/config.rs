@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use jackstay::config::{
+use jackstay_config::{
     AccessLog, ConfigError, ConfigErrors, FlowSettings, Level, LoadedConfig, Log, LogFormat,
     Overrides, Percent, VersionPreference, draft, draft_from_flags, load,
 };
@@ -781,7 +781,7 @@ fn errors_and_warnings_have_the_line_of_their_key() {
     assert_eq!(draft.warnings.len(), 2);
     let text = text.replace("  identities: [{cert_file: /i, key_file: /i}]\n", "");
     let file = File::new(&text);
-    let draft = jackstay::config::draft(&file.path(), [], &Overrides::default());
+    let draft = jackstay_config::draft(&file.path(), [], &Overrides::default());
     assert_eq!(draft.warnings.len(), 1, "{draft:?}");
 }
 

@@ -13,22 +13,24 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::support::child::KillOnDrop;
-use jackstay::config::CertPaths;
-use jackstay::doctor::dns::Resolver;
-use jackstay::doctor::examine;
-use jackstay::doctor::findings::{Cause, Finding, Level, diagnose};
-use jackstay::doctor::observations::{EndpointSource, Observations, Step};
-use jackstay::doctor::report;
-use jackstay::doctor::survey::{SurveyRequest, survey};
-use jackstay::doctor::target::{CredentialFiles, ExaminationPlan, PlannedListener, Target, Trust};
-use jackstay::kubeconfig::ServerUrl;
-use jackstay::upstream::api_root::ApiRoot;
 use jackstay_apiserver as apiserver;
 use jackstay_apiserver::cluster::Cluster;
 use jackstay_apiserver::faulty_relay::FaultyRelay;
 use jackstay_apiserver::kinds::ENDPOINT_SLICES;
 use jackstay_apiserver::pki::{Issued, Pki, Subject, Validity};
 use jackstay_apiserver::{ApiServerHandle, Options};
+use jackstay_config::CertPaths;
+use jackstay_config::api_root::ApiRoot;
+use jackstay_kubeconfig::ServerUrl;
+use jackstay_operator::doctor::dns::Resolver;
+use jackstay_operator::doctor::examine;
+use jackstay_operator::doctor::findings::{Cause, Finding, Level, diagnose};
+use jackstay_operator::doctor::observations::{EndpointSource, Observations, Step};
+use jackstay_operator::doctor::report;
+use jackstay_operator::doctor::survey::{SurveyRequest, survey};
+use jackstay_operator::doctor::target::{
+    CredentialFiles, ExaminationPlan, PlannedListener, Target, Trust,
+};
 use serde_json::json;
 use socket2::{Domain, Socket, Type};
 

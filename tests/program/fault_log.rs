@@ -7,10 +7,10 @@ use crate::support::{
     write_config,
 };
 use http::Method;
-use jackstay::config::Config;
 use jackstay_apiserver::client::{Client, Watch};
 use jackstay_apiserver::faulty_relay::FaultyRelay;
 use jackstay_apiserver::pki::Pki;
+use jackstay_config::Config;
 use jackstay_core::discovery::address::EndpointAddress;
 use std::net::SocketAddr;
 use std::process::Command;

@@ -22,16 +22,16 @@ use rustls::sign::{CertifiedKey, SingleCertAndKey};
 use serde_json::{Value, json};
 
 use jackstay::app::{App, Running};
-use jackstay::cli::check::check_files;
-use jackstay::config::{CertPaths, Overrides, load};
-use jackstay::net::tls::certificate::Validity;
-use jackstay::net::tls::local_ca::{LocalCa, is_constrained_issuer};
-use jackstay::net::tls::pem_files::{load_cert, valid_certificates};
 use jackstay_apiserver as apiserver;
 use jackstay_apiserver::client::{Client, Credentials};
 use jackstay_apiserver::cluster::Cluster;
 use jackstay_apiserver::pki::{Issued, Pki, Subject, Validity as PkiValidity, kubeconfig};
 use jackstay_apiserver::{ApiServerHandle, Options, RequestHook, ScriptedResponse};
+use jackstay_config::{CertPaths, Overrides, load};
+use jackstay_net::tls::certificate::Validity;
+use jackstay_net::tls::local_ca::{LocalCa, is_constrained_issuer};
+use jackstay_net::tls::pem_files::{load_cert, valid_certificates};
+use jackstay_operator::commands::check::check_files;
 
 const SERVER: &str = "https://10.0.0.1:6443";
 

@@ -8,7 +8,7 @@ use std::process::Command;
 use bytes::Bytes;
 use h2::SendStream;
 use http::Request;
-use jackstay::config::Seccomp;
+use jackstay_config::Seccomp;
 use jackstay_testkit::recorder::{Recorded, Recorder};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 

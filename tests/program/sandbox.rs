@@ -12,8 +12,8 @@ use crate::support::child::{Process, first_address};
 use crate::support::{
     CONFIGMAPS, TestCluster, pages, replace_symlink, terminate_mode, until, write_config,
 };
-use jackstay::config::{CertPaths, Config, IdentitySource, Seccomp, Switch};
 use jackstay_apiserver::client::Client;
+use jackstay_config::{CertPaths, Config, IdentitySource, Seccomp, Switch};
 use serde_json::Value;
 
 const BINARY: &str = env!("CARGO_BIN_EXE_jackstay");

@@ -15,8 +15,8 @@ use crate::support::{
     CONFIGMAPS, TestCluster, long_form, passthrough_config, refusing_address, replace_symlink,
     soon, terminate_mode, until,
 };
-use jackstay::config::{Config, FlowSettings, IdentitySource, PassedThrough};
 use jackstay_apiserver::client::{Client, Credentials};
+use jackstay_config::{Config, FlowSettings, IdentitySource, PassedThrough};
 use std::io::{BufRead, BufReader, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::unix::net::{UnixListener, UnixStream};

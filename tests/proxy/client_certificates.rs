@@ -11,16 +11,16 @@ use std::task::Poll;
 use std::time::{Duration, Instant, SystemTime};
 
 use http::Method;
-use jackstay::config::{CertPaths, Config};
-use jackstay::net::loaded_files::LoadedFiles;
-use jackstay::net::tls::client_chain::{self, ClientChain};
-use jackstay::net::tls::serving::{LoadedServingTls, ServingTls};
 use jackstay::observe::Metrics;
 use jackstay::proxy::client_certificate::{ClientCertificate, IdentityProof};
 use jackstay::upstream::credentials::CredentialClass;
 use jackstay_apiserver::ApiServerHandle;
 use jackstay_apiserver::client::{Client, Credentials};
 use jackstay_apiserver::pki::{Issued, Pki, Subject, Validity};
+use jackstay_config::{CertPaths, Config};
+use jackstay_net::loaded_files::LoadedFiles;
+use jackstay_net::tls::client_chain::{self, ClientChain};
+use jackstay_net::tls::serving::{LoadedServingTls, ServingTls};
 use jackstay_sys::sockets::source::Source;
 use rcgen::{
     BasicConstraints, CertificateParams, CustomExtension, DistinguishedName, DnType, IsCa, Issuer,

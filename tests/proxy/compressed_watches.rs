@@ -8,8 +8,8 @@ use flate2::read::MultiGzDecoder;
 use flate2::write::GzEncoder;
 use http::{Method, header};
 use hyper::body::Incoming;
-use jackstay::config;
 use jackstay_apiserver::client::Client;
+use jackstay_config as config;
 use serde_json::Value;
 
 use crate::scripted_peer::{Action, FIRST, Peers, Reply, SECOND, lines, member, setup};

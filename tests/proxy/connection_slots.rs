@@ -3,9 +3,9 @@
 use crate::support::http2::{GOAWAY, HEADERS, NO_ERROR, PREFACE, headers, read_until, settings};
 use crate::support::wire::{self, Wire};
 use crate::support::{CONFIGMAPS, PATIENCE, Proxy, TestCluster, soon, until};
-use jackstay::config::Config;
 use jackstay_apiserver::client::Client;
 use jackstay_apiserver::identity::User;
+use jackstay_config::Config;
 use rustls::pki_types::ServerName;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;

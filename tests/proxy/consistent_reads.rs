@@ -16,11 +16,11 @@ use crate::support::{
 };
 use http::request::Parts;
 use http::{Method, StatusCode};
-use jackstay::config::{Config, ConsistentReads};
 use jackstay::control::saved_floors;
 use jackstay_apiserver::ScriptedResponse;
 use jackstay_apiserver::client::Client;
 use jackstay_apiserver::kinds::{CONFIG_MAPS, ObjectRef};
+use jackstay_config::{Config, ConsistentReads};
 use serde_json::{Value, json};
 
 /// The object of which servers have an old version.

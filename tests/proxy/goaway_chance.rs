@@ -52,7 +52,7 @@ async fn requests(client: &Client, task: usize) {
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn requests_and_watches_do_not_notice_the_goaways_of_apiservers() {
     let cluster = TestCluster::new(3);
-    let change = |config: &mut jackstay::config::Config| {
+    let change = |config: &mut jackstay_config::Config| {
         without_suspicion(config);
         config.upstreams[0].rebalance = false;
     };

@@ -7,11 +7,11 @@ use crate::support::{
     soon, terminate_mode, until, without_suspicion,
 };
 use http::Method;
-use jackstay::config::CertPaths;
 use jackstay_apiserver::audit::Record;
 use jackstay_apiserver::client::{Client, Credentials};
 use jackstay_apiserver::identity::User;
 use jackstay_apiserver::pki::{Issued, Pki, Subject, Validity};
+use jackstay_config::CertPaths;
 use proptest::prelude::*;
 use proptest::test_runner::{Config as Cases, TestRunner};
 use std::sync::Arc;

@@ -10,8 +10,8 @@ use crate::support::{
     CONFIGMAPS, PATIENCE, TestCluster, config_map, join_all, pause, soon, terminate_mode, until,
 };
 use http::Method;
-use jackstay::config::Config;
 use jackstay_apiserver::client::Client;
+use jackstay_config::Config;
 use std::io;
 use std::pin::Pin;
 use std::time::{Duration, Instant};

@@ -5,9 +5,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use http::Method;
-use jackstay::config::{Config, MemoryLimit};
 use jackstay_apiserver::client::{Client, next_data};
 use jackstay_apiserver::identity::User;
+use jackstay_config::{Config, MemoryLimit};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;

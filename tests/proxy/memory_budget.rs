@@ -4,8 +4,8 @@
 use std::time::Duration;
 
 use http::Method;
-use jackstay::config::MemoryLimit;
 use jackstay_apiserver::identity::User;
+use jackstay_config::MemoryLimit;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 

@@ -4,10 +4,10 @@
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::time::Duration;
 
-use jackstay::config::Config;
 use jackstay_apiserver::client::{Client, Credentials, Reply};
 use jackstay_apiserver::identity::User;
 use jackstay_apiserver::pki::{Pki, Subject};
+use jackstay_config::Config;
 use tokio::io::AsyncReadExt as _;
 use tokio::net::TcpStream;
 

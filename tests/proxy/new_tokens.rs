@@ -4,9 +4,9 @@ use std::time::{Duration, Instant};
 
 use http::{Method, Response, StatusCode};
 use hyper::body::Incoming;
-use jackstay::config::{Config, MemoryLimit};
 use jackstay_apiserver::client::Client;
 use jackstay_apiserver::identity::User;
+use jackstay_config::{Config, MemoryLimit};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 use crate::scripted_peer::{Action, Peers};
@@ -185,7 +185,7 @@ async fn watches_of_four_hundred_new_tokens_over_http1_fit_into_the_default_memo
 async fn watches_of_new_tokens_open_connections_up_to_the_limits() {
     let cluster = TestCluster::new(1);
     add_tokens(&cluster, 30);
-    let limit = |config: &mut jackstay::config::Config| {
+    let limit = |config: &mut jackstay_config::Config| {
         without_suspicion(config);
         config.upstreams[0].connections.max = 2;
         config.upstreams[0].connections.max_streams = 5;

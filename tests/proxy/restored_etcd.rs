@@ -4,11 +4,11 @@
 use crate::support::watch_recorder::WatchRecorder;
 use crate::support::{CONFIGMAPS, Proxy, TestCluster, config_map, pause, read_body, until};
 use http::Method;
-use jackstay::config::Config;
 use jackstay::control::saved_floors;
 use jackstay::upstream::restores::LOOK_INTERVAL;
 use jackstay_apiserver::client::Client;
 use jackstay_apiserver::{RequestHook, ScriptedResponse};
+use jackstay_config::Config;
 use jackstay_testkit::wait::within;
 use serde_json::Value;
 use std::sync::Arc;

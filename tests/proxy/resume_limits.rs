@@ -13,9 +13,9 @@ use crate::support::{
 };
 use http::Method;
 use hyper::body::Incoming;
-use jackstay::config::CertPaths;
 use jackstay_apiserver::client::{Client, next_data};
 use jackstay_apiserver::pki::Subject;
+use jackstay_config::CertPaths;
 use std::time::{Duration, Instant};
 
 /// Peers, jackstay in front of them with [`tolerate_late_pongs`], and a client.

@@ -23,10 +23,10 @@ use crate::support::http2::{
     WINDOW_UPDATE, field_block, frame, goaway, settings,
 };
 use crate::support::{Certs, Proxy, tls, without_suspicion};
-use jackstay::config::Config;
 use jackstay_apiserver::client::Client;
 use jackstay_apiserver::identity::Certificate;
 use jackstay_apiserver::requested_certificate::RequestedCertificate;
+use jackstay_config::Config;
 
 /// Watch events without their line feed. `BOOKMARK` has the same resource version as `FIRST`.
 pub const FIRST: &str = r#"{"type":"ADDED","object":{"kind":"ConfigMap","apiVersion":"v1","metadata":{"name":"a","resourceVersion":"6"}}}"#;

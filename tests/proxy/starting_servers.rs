@@ -120,7 +120,7 @@ async fn restarted_server_gets_no_request_until_its_rbac_is_filled() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn resumed_watch_that_an_endpoint_refuses_continues_at_another() {
     let cluster = TestCluster::new(3);
-    let change = |config: &mut jackstay::config::Config| config.upstreams[0].rebalance = false;
+    let change = |config: &mut jackstay_config::Config| config.upstreams[0].rebalance = false;
     let proxy = cluster.start_with(change).await;
     let client = proxy.client().await;
     let watches: Vec<WatchRecorder> = cluster.start_watches(&client, 12).await;

@@ -1,8 +1,8 @@
 //! Listeners without an identity, whose clients use tokens: jackstay then has no credential for `/readyz`.
 
 use crate::support::{CONFIGMAPS, TestCluster, terminate_mode, until};
-use jackstay::config::Config;
 use jackstay_apiserver::identity::User;
+use jackstay_config::Config;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, SystemTime};
 

@@ -3,8 +3,8 @@
 use crate::support::wait::{pause, until_within};
 use crate::support::{CONFIGMAPS, Proxy, TestCluster, until, without_suspicion};
 use http::Method;
-use jackstay::config::{Config, Percent, VersionPreference};
 use jackstay_apiserver::{RequestHook, ScriptedResponse};
+use jackstay_config::{Config, Percent, VersionPreference};
 use std::sync::Arc;
 use std::time::Duration;
 

@@ -7,10 +7,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use http::Method;
-use jackstay::config::Config;
 use jackstay_apiserver::audit::Record;
 use jackstay_apiserver::client::Client;
 use jackstay_apiserver::{ApiServerHandle, Faults, ScriptedResponse};
+use jackstay_config::Config;
 
 use crate::support::figures::check_figure;
 use crate::support::stopwatch::Stopwatch;

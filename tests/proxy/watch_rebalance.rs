@@ -2,8 +2,9 @@
 
 use crate::support::watch_recorder::WatchRecorder;
 use crate::support::{Proxy, TestCluster, pause, until};
-use jackstay::config::Config;
 use std::time::{Duration, Instant};
+
+use jackstay_config::Config;
 
 /// Enough watches for moves to start soon: each second 2 % of the excess moves.
 const WATCHES: u64 = 180;

@@ -16,14 +16,6 @@ pub use jackstay_testkit::{
 use http::Method;
 use hyper::body::Incoming;
 use jackstay::app::{App, Running};
-use jackstay::config::{
-    AccessLog, Admin, CertPaths, Compression, Config, Connections, ConsistentReads, Discovery,
-    EndpointPreference, FlowSettings, Health, Level, Limits, Listener, Log, LogFormat, MemoryLimit,
-    Mode, Passthrough, Percent, Readyz, RequestLimits, SOURCE_PREFIX_V6, Sandbox, Seccomp,
-    ServingCert, Shutdown, Switch, Terminate, TerminateLimits, Upstream, UpstreamTls, UsedBy,
-    VersionPreference,
-};
-use jackstay::net::loaded_files::LoadedFiles;
 use jackstay::observe::Metrics;
 use jackstay::upstream;
 use jackstay_apiserver as apiserver;
@@ -33,9 +25,17 @@ use jackstay_apiserver::faulty_relay::FaultyRelay;
 use jackstay_apiserver::kinds::CONFIG_MAPS;
 use jackstay_apiserver::pki::{Issued, Pki, Subject};
 use jackstay_apiserver::{ApiServerHandle, Options};
+use jackstay_config::{
+    AccessLog, Admin, CertPaths, Compression, Config, Connections, ConsistentReads, Discovery,
+    EndpointPreference, FlowSettings, Health, Level, Limits, Listener, Log, LogFormat, MemoryLimit,
+    Mode, Passthrough, Percent, Readyz, RequestLimits, SOURCE_PREFIX_V6, Sandbox, Seccomp,
+    ServingCert, Shutdown, Switch, Terminate, TerminateLimits, Upstream, UpstreamTls, UsedBy,
+    VersionPreference,
+};
 use jackstay_core::admission::{DEFAULT_LIMIT, MemoryBudget};
 use jackstay_core::discovery::address::EndpointAddress;
 use jackstay_core::request::path_prefix::PathPrefix;
+use jackstay_net::loaded_files::LoadedFiles;
 use serde_json::{Value, json};
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr};

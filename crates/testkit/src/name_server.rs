@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::io::{self, Read as _, Write as _};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, UdpSocket};
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 
 use hickory_proto::op::{Message, ResponseCode};
@@ -10,6 +11,7 @@ use hickory_proto::rr::rdata::{A, AAAA, CNAME};
 use hickory_proto::rr::{Name, RData, Record};
 
 pub use hickory_proto::rr::RecordType;
+use tempfile::TempDir;
 
 /// The response to a query.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -39,6 +41,33 @@ struct Script {
     /// The server responds to nothing.
     is_silent: bool,
     queries: Vec<(String, RecordType)>,
+}
+
+/// A name server, and the files of a resolver that refer to it.
+#[derive(Debug)]
+pub struct ResolverSetup {
+    pub server: NameServer,
+    pub hosts: PathBuf,
+    pub resolv_conf: PathBuf,
+    _directory: TempDir,
+}
+
+impl ResolverSetup {
+    /// Starts the name server and writes resolv.conf. There is no file of hosts.
+    pub fn start() -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let [hosts, resolv_conf] = ["hosts", "resolv.conf"].map(|name| directory.path().join(name));
+        let setup = Self { server: NameServer::start(), hosts, resolv_conf, _directory: directory };
+        // Without it, the search list has the domain of this host.
+        setup.write_resolv_conf("search .\n");
+        setup
+    }
+
+    /// Writes resolv.conf, with the line of the name server.
+    pub fn write_resolv_conf(&self, lines: &str) {
+        let text = format!("nameserver 127.0.0.1\n{lines}");
+        std::fs::write(&self.resolv_conf, text).unwrap();
+    }
 }
 
 /// A name server. Names of which the script says nothing do not exist. Its threads run until the process ends.

@@ -4,6 +4,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use jackstay_net::tls::serving::ServingTls;
 use jackstay_sys::sockets::listening::{self, ListenOptions};
 use tokio::net::TcpListener;
 use tokio::task::{AbortHandle, spawn_local};
@@ -14,7 +15,6 @@ use crate::admin::authorised_metrics::reviews::Reviewer;
 use crate::admin::authorised_metrics::{AuthorisedMetrics, review_task};
 use crate::app::active::ActiveConfig;
 use crate::control::certificates;
-use crate::net::tls::serving::ServingTls;
 use crate::observe::Metrics;
 use crate::upstream::Upstream;
 

@@ -8,6 +8,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
+use jackstay_net::tls::serving::ServingTls;
 use jackstay_sys::sockets::listening;
 use tokio::net::UnixListener;
 use tokio::sync::mpsc::UnboundedSender;
@@ -26,7 +27,6 @@ use crate::control::canary;
 use crate::control::certificates;
 use crate::control::discovery::{self, SharedContext};
 use crate::control::{endpoint_set, saved_floors};
-use crate::net::tls::serving::ServingTls;
 use crate::upstream::Upstream;
 
 /// Time for opening the takeover socket, which creates a file. After it, a warning is logged.

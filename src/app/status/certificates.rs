@@ -4,13 +4,13 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::SystemTime;
 
+use jackstay_config::{COPIED_IDENTITY, IdentitySource, KubeconfigUser};
+use jackstay_net::tls::ca_bundle::CaBundle;
+use jackstay_net::tls::certificate::{CertInfo, Validity};
+use jackstay_net::tls::serving::ServingTls;
 use jackstay_sys::utc::Utc;
 use serde::Serialize;
 
-use crate::config::{COPIED_IDENTITY, IdentitySource, KubeconfigUser};
-use crate::net::tls::ca_bundle::CaBundle;
-use crate::net::tls::certificate::{CertInfo, Validity};
-use crate::net::tls::serving::ServingTls;
 use crate::upstream::Upstream;
 use crate::upstream::credentials::{IdentitySlot, IdentityState, is_superseded};
 

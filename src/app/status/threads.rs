@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
+use jackstay_config::Config;
 use serde::Serialize;
 
 use super::super::listener::BoundListener;
-use crate::config::Config;
 
 /// The threads of the data plane, and their client connections.
 #[derive(Serialize)]

@@ -6,12 +6,12 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use jackstay_config::AccessLog;
 use jackstay_sys::sockets::stream::DetachedListener;
 use tokio::sync::mpsc::UnboundedSender;
 
 use crate::app::listener::BoundListener;
 use crate::app::sockets::SocketId;
-use crate::config::AccessLog;
 
 /// A worker drops it after it has executed a command. No value is ever sent.
 pub type Completion = UnboundedSender<Infallible>;

@@ -7,8 +7,8 @@ use std::path::Path;
 use clap::Command;
 use clap_mangen::Man;
 use clap_mangen::roff::{Roff, bold, roman};
+use jackstay_operator::options::DEFAULT_CONFIG;
 
-use crate::cli::options::DEFAULT_CONFIG;
 use crate::observe::build;
 
 /// Files of the commands that read a configuration.

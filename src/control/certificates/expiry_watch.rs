@@ -2,7 +2,7 @@
 
 use std::time::SystemTime;
 
-use crate::net::tls::certificate::{CertInfo, Validity};
+use jackstay_net::tls::certificate::{CertInfo, Validity};
 
 /// A certificate in use.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -61,7 +61,7 @@ mod tests {
     use std::time::{Duration, UNIX_EPOCH};
 
     use super::*;
-    use crate::net::tls::certificate::Subject;
+    use jackstay_net::tls::certificate::Subject;
 
     /// A certificate that is valid in the seconds `from` to `to` of 1970.
     fn certificate(name: &str, from: u64, to: u64) -> WatchedCertificate {

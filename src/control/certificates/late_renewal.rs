@@ -2,7 +2,7 @@
 
 use std::time::{Duration, SystemTime};
 
-use crate::net::tls::certificate::CertInfo;
+use jackstay_net::tls::certificate::CertInfo;
 
 /// A certificate is late when less than this part of its lifetime is left: 18 days of a year. A local CA is renewed 21
 /// days before its end, cert-manager renews after two thirds of the lifetime.
@@ -30,7 +30,7 @@ mod tests {
     use std::time::UNIX_EPOCH;
 
     use super::*;
-    use crate::net::tls::certificate::Subject;
+    use jackstay_net::tls::certificate::Subject;
 
     #[test]
     fn update_reports_each_certificate_once_when_a_twentieth_of_its_lifetime_is_left() {

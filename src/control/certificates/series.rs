@@ -3,10 +3,10 @@
 use std::sync::Arc;
 use std::time::SystemTime;
 
+use jackstay_net::tls::ca_bundle::CaBundle;
+use jackstay_net::tls::serving::ServingTls;
 use jackstay_sys::utc::wall_clock;
 
-use crate::net::tls::ca_bundle::CaBundle;
-use crate::net::tls::serving::ServingTls;
 use crate::observe::{CertificateExpiry, Metrics};
 use crate::upstream::Upstream;
 use crate::upstream::credentials::{IdentitySlot, is_superseded};

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwap;
+use jackstay_config as config;
 use jackstay_core::discovery::address::EndpointAddress;
 use jackstay_core::discovery::debounce::Debouncer;
 use jackstay_core::discovery::merge;
@@ -17,6 +18,7 @@ use jackstay_core::discovery::own_addresses::OwnAddresses;
 use jackstay_core::discovery::source::{
     Candidate, DiscoveredEndpoints, EndpointIdentity, EndpointSource, EndpointSpec,
 };
+use jackstay_net::dns::ResolverFiles;
 use jackstay_sys::clock;
 use jackstay_sys::utc::wall_clock;
 use tokio::task::{AbortHandle, JoinError, JoinSet};
@@ -26,10 +28,8 @@ use super::source_states::{SourceStates, is_of_configured_name};
 use super::state_file::StateFileError;
 use super::state_writer::StateWriter;
 use super::{dns, file, slices, state_file};
-use crate::config;
 use crate::control::endpoint_set::{self, EndpointSetWriter};
 use crate::control::host_addresses::HostAddresses;
-use crate::net::dns::ResolverFiles;
 use crate::observe::events::{Change, EventKind};
 use crate::observe::{Liveness, LivenessMonitor};
 use crate::upstream::Upstream;

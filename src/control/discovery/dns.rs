@@ -1,6 +1,6 @@
 //! The source of DNS names in `endpoints`: every A and AAAA address of a name is a candidate.
 //!
-//! Each name has a task of its own. The task looks the name up ([`crate::net::dns`]), and again when the TTL of
+//! Each name has a task of its own. The task looks the name up ([`jackstay_net::dns`]), and again when the TTL of
 //! the response has passed, or when `/etc/hosts` or `/etc/resolv.conf` changes. A failed lookup, or one
 //! without addresses, leaves the known addresses unchanged, and so does one that ends at another name of the search
 //! list because a name server fails.
@@ -22,6 +22,7 @@ use jackstay_core::discovery::address::{EndpointAddress, tls_name};
 use jackstay_core::discovery::source::{
     Candidate, DiscoveredEndpoints, EndpointSource, SourceAnswer,
 };
+use jackstay_net::dns::{Found, LookupError, ResolverFiles, look_up};
 use jackstay_sys::clock;
 use tokio::sync::Notify;
 use tokio::task::JoinSet;
@@ -29,7 +30,6 @@ use tokio::time::sleep;
 
 use super::source_states::SourceStates;
 use crate::control::file_watch::{FileWatch, poll_ticks};
-use crate::net::dns::{Found, LookupError, ResolverFiles, look_up};
 
 /// Number of TTLs for which a usable address is kept that responses omit.
 const OMITTED_TTLS: u32 = 3;

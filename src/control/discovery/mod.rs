@@ -25,8 +25,6 @@
 mod controller;
 pub mod dns;
 pub mod file;
-pub mod kubeconfig;
-pub mod kubeconfig_error;
 pub mod objects;
 mod requests;
 mod slices;

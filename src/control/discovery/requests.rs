@@ -13,10 +13,10 @@ use bytes::Bytes;
 use h2::RecvStream;
 use http::{HeaderValue, Request, StatusCode, header};
 use jackstay_core::discovery::source::EndpointSource;
+use jackstay_kubeconfig::discovery::DiscoveryToken;
 use jackstay_sys::clock;
 use tokio::time::{sleep_until, timeout};
 
-use super::kubeconfig::DiscoveryToken;
 use crate::upstream::Upstream;
 use crate::upstream::connection::Permit;
 use crate::upstream::credentials::CredentialClass;

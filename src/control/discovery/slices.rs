@@ -18,13 +18,13 @@ use std::time::Duration;
 use http::StatusCode;
 use jackstay_core::backoff::Backoff;
 use jackstay_core::discovery::source::EndpointSource;
+use jackstay_kubeconfig::discovery::{self as kubeconfig, DiscoveryUser};
 use jackstay_sys::clock;
 use percent_encoding::{NON_ALPHANUMERIC, utf8_percent_encode};
 use serde_json::Value;
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
-use super::kubeconfig::{self, DiscoveryUser};
 use super::objects::{ObjectStore, WatchedResource};
 use super::requests::{MAX_BYTES, PooledRequests, RequestError, Requests};
 use super::source_states::SourceStates;

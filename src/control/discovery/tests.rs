@@ -12,12 +12,12 @@ use tokio::time::sleep;
 
 use super::controller::TICK;
 use super::{SharedContext, run, state_file};
-use crate::config::{Discovery, Upstream, validate_text};
 use crate::control::endpoint_set;
 use crate::observe::{LivenessMonitor, Metrics};
 use crate::upstream;
 use crate::upstream::credentials::CredentialClass;
 use crate::upstream::stats::ConnectionStats;
+use jackstay_config::{Discovery, Upstream, validate_text};
 use jackstay_core::discovery::address::EndpointAddress;
 use jackstay_core::discovery::source::{Candidate, EndpointSource, SavedEndpoints};
 use jackstay_testkit::wait::until;
@@ -149,7 +149,7 @@ fn shared(state_dir: Option<PathBuf>) -> Arc<SharedContext> {
         bound: ArcSwap::default(),
         state_dir: Arc::new(ArcSwap::from_pointee(state_dir)),
         liveness: LivenessMonitor::start().unwrap(),
-        system: crate::net::dns::ResolverFiles::default(),
+        system: jackstay_net::dns::ResolverFiles::default(),
         host: crate::control::host_addresses::HostAddresses::of_process(),
     })
 }

@@ -7,20 +7,21 @@ use std::time::Duration;
 
 use bytes::BytesMut;
 use http::{HeaderValue, Request, StatusCode, header};
+use jackstay_config::Readyz;
+use jackstay_config::api_root::ApiRoot;
 use jackstay_core::request::start_up::is_refusal;
+use jackstay_net::readyz::{failed_checks, not_served};
 use jackstay_sys::clock;
 use jackstay_sys::utc::{Utc, wall_clock};
 use tokio::time::timeout;
 
 use super::refusals::judge;
 use super::result::ReadyzResult;
-use crate::config::Readyz;
 use crate::upstream::Upstream;
-use crate::upstream::api_root::ApiRoot;
 use crate::upstream::connection::{Connection, ConnectionState};
 use crate::upstream::endpoint::{Endpoint, ProbeCredential, ProbeTrigger};
 use crate::upstream::question;
-use crate::upstream::readyz::{ReadyzCheck, failed_checks, not_served};
+use crate::upstream::readyz::ReadyzCheck;
 
 /// Size in bytes at which no more of a response body is stored. The failed checks are looked for in the
 /// stored part.

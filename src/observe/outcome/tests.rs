@@ -1,9 +1,9 @@
 //! Metrics and access log lines for every way in which a request can end.
 
 use super::*;
-use crate::config::{Level, Log, LogFormat};
 use crate::observe::Metrics;
 use crate::observe::log::tests::Captured;
+use jackstay_config::{Level, Log, LogFormat};
 use std::time::Duration;
 
 fn request_head(path: &str) -> request::Parts {

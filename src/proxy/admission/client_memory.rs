@@ -12,7 +12,7 @@
 //! | held body, watch frames | see [`jackstay_core::admission::ByteBudget`] |
 //!
 //! The costs are estimates, above what a connection and a stream hold. Headers are charged once they are decoded; what
-//! was read before that is limited by [`crate::net::frame_limiter`], which reads at most 32 KiB before the connection
+//! was read before that is limited by [`jackstay_net::frame_limiter`], which reads at most 32 KiB before the connection
 //! is polled again, and by `max_header_bytes` for each head.
 //!
 //! The connection takes from the budget in steps of [`STEP`], and its first [`FREE`] bytes of each kind are part

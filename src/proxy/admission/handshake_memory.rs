@@ -8,8 +8,7 @@ use std::sync::Arc;
 
 use jackstay_core::admission::{MemoryCharge, MemoryKind, Refusal, SourceMemory};
 use jackstay_core::credential_class::ClientRank;
-
-use crate::net::tls::client_chain;
+use jackstay_net::tls::client_chain;
 
 /// Bytes of a handshake in progress: a client's chain as received and as parsed, and the buffers of TLS.
 pub const HANDSHAKE_COST: usize = 2 * client_chain::MAX_BYTES + (32 << 10);

@@ -8,7 +8,7 @@
 //! |---|---|---|---|
 //! | slots ([`connection_slots`]) | connections of a listener (`limits.max_connections`) | fewer than are free, so at most half; an eighth is left to identities, whatever they have already; fewer if the process may open few descriptors | nothing waits; idle connections without an identity are closed for new ones, flows that have begun are not |
 //! | TLS handshakes ([`handshake_queue`], [`handshake_memory`]) | 128 in progress in the process; 10 s (`limits.handshake_timeout`) | fewer in progress than are free, but always one; 200 a second after a burst of 400 | handshakes wait in turns by source; one in progress for a second is ended for another one of its source |
-//! | certificate chains ([`crate::net::tls::client_chain`]) | 1,024 short ones and 16 long ones wait; 6 certificates, 32 KiB | half of the free places | chains wait in turns by source |
+//! | certificate chains ([`jackstay_net::tls::client_chain`]) | 1,024 short ones and 16 long ones wait; 6 certificates, 32 KiB | half of the free places | chains wait in turns by source |
 //! | first request ([`super::http_connection`]) | 10 s (`limits.header_timeout`) | | |
 //! | requests with unproven tokens ([`unproven_requests`]) | 128 in progress on a worker, each for 5 s in the queue | 32 in progress, 256 waiting | requests wait in turns by source; a source with rejected tokens is slowed |
 //! | upgrades without a proven token ([`unproven_requests`]) | 32 in progress on a worker | 8 in progress, 64 waiting | as requests |
@@ -18,7 +18,7 @@
 //! | memory ([`client_memory`], [`flow_memory`], [`tunnel_memory`], [`socket_memory`]) | one account (`memory_limit`), of which a rank has a part ([`jackstay_core::admission::MemoryBudget`]) | as much as it leaves free | idle connections, stalled readers and long-running requests, lower ranks first |
 //! | closed connections that wait for their clients ([`super::lingering`]) | 1,024 of the process, and an eighth of the descriptors; 1 s, and 30 s with bytes that the client has not acknowledged | the source with the most loses its oldest | that one is reset; a connection to which nothing was sent does not wait |
 //! | responses that are not read ([`super::body_progress`]) | 5 min (`limits.stall_timeout`) | | |
-//! | frames ([`crate::net::frame_limiter`]) | budgets by kind | | |
+//! | frames ([`jackstay_net::frame_limiter`]) | budgets by kind | | |
 //!
 //! A flow ([`super::passthrough`]) is bounded in the same way in both modes. Its slot is taken until it ends, as by a
 //! request in progress, and only its source's share limits how many it takes. It never has a slot of the reserve, so

@@ -14,9 +14,9 @@ use std::cell::Cell;
 use base64::Engine as _;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
 use http::HeaderMap;
+use jackstay_net::tls::certificate::Subject;
 use serde::Deserialize;
 
-use crate::net::tls::certificate::Subject;
 use crate::proxy::bearer_token::BearerToken;
 use crate::proxy::credential_selector::SelectedCredential;
 use crate::upstream::client_key::{ClientHasher, ClientKey};

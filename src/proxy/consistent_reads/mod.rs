@@ -25,9 +25,11 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use http::{HeaderMap, response};
+use jackstay_config::ConsistentReads;
 use jackstay_core::admission::ByteAccount;
 use jackstay_core::reads::{ConsistentRead, FloorVersions, ReadForm, form};
 use jackstay_core::request::info::{RequestInfo, group_of};
+use jackstay_net::tls::certificate::Subject;
 use jackstay_sys::clock;
 
 use self::body_version::{BodyVersion, ReadProgress};
@@ -36,8 +38,6 @@ use self::learner::{OldestList, VersionLearner, lower_floors};
 use super::credential_selector::SelectedCredential;
 use super::upstream_client::UpstreamClient;
 use super::watch::body::WatchVersions;
-use crate::config::ConsistentReads;
-use crate::net::tls::certificate::Subject;
 use crate::upstream::Upstream;
 use crate::upstream::client_key::ClientKey;
 use crate::upstream::endpoint::Endpoint;

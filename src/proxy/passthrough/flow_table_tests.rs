@@ -11,8 +11,8 @@ use tokio::time::{advance, timeout};
 
 use super::super::routing::Routing;
 use super::*;
-use crate::config;
 use crate::observe::Metrics;
+use jackstay_config as config;
 
 const DAY: Duration = Duration::from_secs(24 * 3600);
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);

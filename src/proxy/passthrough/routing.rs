@@ -12,6 +12,7 @@ use std::net::SocketAddr;
 use std::rc::Rc;
 use std::sync::Arc;
 
+use jackstay_config::{Destination, FlowSettings, Limits, server_name_matches};
 use jackstay_sys::sockets::interception;
 use jackstay_sys::sockets::interception::Interception;
 use tokio::io::{AsyncRead, AsyncReadExt};
@@ -19,7 +20,6 @@ use tokio::net::TcpStream;
 use tokio::time::timeout;
 
 use super::client_hello::{self, ClientHello};
-use crate::config::{Destination, FlowSettings, Limits, server_name_matches};
 use crate::upstream::Upstream;
 
 /// Bytes for which there is room at first, which is enough for most clients: one with post-quantum keys sends 1.7 KiB.

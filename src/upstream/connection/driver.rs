@@ -15,24 +15,26 @@ use std::time::Duration;
 use bytes::Bytes;
 use h2::client::{Connection as H2Connection, SendRequest};
 use h2::{Ping, PingPong};
+use jackstay_config as config;
 use jackstay_core::admission::MemoryBudget;
 use jackstay_core::connection::{
     ConnectionMachine, ConnectionState, Established, H2End, H2Refusal, Thresholds,
 };
 use jackstay_core::pool::ConnectionKey;
+use jackstay_net::frame_limiter::PeerFrames;
+use jackstay_net::http2_error::{
+    describe_end, describe_h2_error, describe_write_error, is_ping_complaint,
+};
 use jackstay_sys::clock;
 use jackstay_sys::sockets::cork::Uncork;
 use jackstay_sys::sockets::tracked_stream::StreamObserver;
 use tokio::sync::Notify;
 use tokio::time::{Sleep, sleep_until};
 
-use super::error_text::{describe_end, describe_h2_error, describe_write_error, is_ping_complaint};
 use super::line_windows::{LineWindows, account_of};
 use super::receiving::ReceivingStreams;
 use super::window_updates::WindowUpdates;
 use super::{Connection, NEXT_KEY};
-use crate::config;
-use crate::net::frame_limiter::PeerFrames;
 use crate::upstream::credentials::{ClientTls, CredentialClass};
 use crate::upstream::dial::{DialedConnection, Http2Stream, UpstreamStream};
 use crate::upstream::endpoint::Endpoint;

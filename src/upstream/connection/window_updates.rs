@@ -7,12 +7,12 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use h2::client::Connection as H2Connection;
+use jackstay_net::frame_limiter::PeerFrames;
 use jackstay_sys::clock;
 
 use super::Connection;
 use super::line_windows::{LineWindows, Windows};
 use super::receiving::ReceivingStreams;
-use crate::net::frame_limiter::PeerFrames;
 use crate::upstream::dial::Http2Stream;
 
 /// The windows that the apiserver knows, and those that it needs.

@@ -2,8 +2,9 @@
 
 use std::sync::Arc;
 
+use jackstay_net::tls::certificate::Subject;
+
 use super::slot::IdentitySlot;
-use crate::net::tls::certificate::Subject;
 
 /// A change found by [`Credentials::refresh`](super::Credentials::refresh), for the log.
 #[derive(Debug)]

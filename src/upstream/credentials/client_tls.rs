@@ -3,15 +3,14 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use jackstay_net::tls::ca_bundle::CaBundle;
+use jackstay_net::tls::certificate::CertInfo;
+use jackstay_net::tls::key_log;
+use jackstay_net::tls::no_server_verification::NoServerVerification;
+use jackstay_net::tls::pem_files::{LoadedCa, LoadedCert};
+use jackstay_net::tls::verification::CertificateVerifier;
 use rustls::ClientConfig;
 use rustls::crypto::aws_lc_rs;
-
-use crate::net::tls::ca_bundle::CaBundle;
-use crate::net::tls::certificate::CertInfo;
-use crate::net::tls::key_log;
-use crate::net::tls::no_server_verification::NoServerVerification;
-use crate::net::tls::pem_files::{LoadedCa, LoadedCert};
-use crate::net::tls::verification::CertificateVerifier;
 
 static GENERATION: AtomicU64 = AtomicU64::new(1);
 

@@ -5,12 +5,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
 
 use arc_swap::ArcSwapOption;
+use jackstay_config::IdentitySource;
+use jackstay_net::tls::certificate::{CertInfo, Subject, VERSION_1, VERSION_1_EFFECT, Validity};
+use jackstay_net::tls::file_error::TlsFileError;
+use jackstay_net::tls::pem_files::LoadedCert;
 
 use super::client_tls::ClientTls;
-use crate::config::IdentitySource;
-use crate::net::tls::certificate::{CertInfo, Subject, VERSION_1, VERSION_1_EFFECT, Validity};
-use crate::net::tls::file_error::TlsFileError;
-use crate::net::tls::pem_files::LoadedCert;
 
 /// A configured identity. Its files may not exist yet.
 #[derive(Debug)]

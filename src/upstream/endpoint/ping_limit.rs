@@ -4,9 +4,9 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use jackstay_config::format_duration;
 use jackstay_core::connection::ping_limit::longer_interval;
 
-use crate::config::format_duration;
 use crate::observe::EndpointMetrics;
 use crate::observe::events::{Change, EventKind};
 

@@ -8,10 +8,10 @@ use std::time::Instant;
 use jackstay_core::connection::ConnectionState;
 use jackstay_core::pool::limits::max_connections;
 use jackstay_core::pool::{Candidate, Class, ConnectionRow, only_suspect_to};
+use jackstay_net::tls::certificate::Subject;
 
 use super::stream_request::{Unavailable, Waiter};
 use super::table::{candidate, row};
-use crate::net::tls::certificate::Subject;
 use crate::upstream::connection::{Connection, Permit};
 use crate::upstream::credentials::CredentialClass;
 use crate::upstream::endpoint::Endpoint;

@@ -5,9 +5,9 @@ use std::sync::Arc;
 use jackstay_core::admission::Refusal;
 use jackstay_core::pool::{Preference, StreamRequirements};
 use jackstay_core::request::status_error::StatusError;
+use jackstay_net::tls::certificate::Subject;
 use tokio::sync::oneshot;
 
-use crate::net::tls::certificate::Subject;
 use crate::upstream::connection::Permit;
 use crate::upstream::endpoint::Endpoint;
 use crate::upstream::resource_versions::ResourceRecord;

@@ -1,13 +1,13 @@
 use std::path::Path;
 use std::rc::Rc;
 
+use jackstay_config as config;
 use jackstay_core::discovery::address::EndpointAddress;
 use tokio::net::TcpListener;
 use tokio::task::{JoinHandle, LocalSet, spawn_local, yield_now};
 use tokio::time::timeout;
 
 use super::{ClassPool, Pool, StreamRequest, UNAVAILABLE_AFTER, Unavailable, WarmClasses};
-use crate::config;
 use crate::observe::Metrics;
 use crate::upstream::credentials::CredentialClass;
 use crate::upstream::endpoint::Endpoint;

@@ -5,9 +5,9 @@ use std::fs;
 use std::os::unix::ffi::OsStrExt as _;
 use std::process::{Command, Output};
 
-use jackstay::net::tls::local_ca::subject_alt_names;
-use jackstay::net::tls::pem_files::valid_certificates;
 use jackstay_apiserver::pki::{Pki, Subject, kubeconfig};
+use jackstay_net::tls::local_ca::subject_alt_names;
+use jackstay_net::tls::pem_files::valid_certificates;
 use x509_parser::extensions::GeneralName;
 use x509_parser::prelude::{FromDer as _, X509Certificate};
 

@@ -23,7 +23,7 @@ async fn start() -> (Vec<Peer>, Rig) {
     let certs = Certs::new();
     let peers = start_peers(&certs, 2, &Script::default()).await;
     // An exec would wait for a minute.
-    let wait = |config: &mut jackstay::config::Config| {
+    let wait = |config: &mut jackstay_config::Config| {
         config.upstreams[0].health.tunnel_dead_after = Duration::from_secs(60);
     };
     let rig = Rig::start(certs, &addresses(&peers), wait).await;

@@ -2,10 +2,10 @@
 
 use super::setup::Setup;
 use crate::support::{CONFIGMAPS, PATIENCE, replace_file, terminate_mode, until};
-use jackstay::config::CertPaths;
 use jackstay_apiserver::client::{Client, Credentials};
 use jackstay_apiserver::identity::User;
 use jackstay_apiserver::pki::{Issued, Pki, Subject, Validity};
+use jackstay_config::CertPaths;
 use std::time::SystemTime;
 
 /// The expired identity of a node, as a kubelet leaves it that was off for long.

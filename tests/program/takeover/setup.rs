@@ -2,7 +2,6 @@
 
 use crate::support::child::{PROCESS_TIMEOUT, Process, free_address};
 use crate::support::{TestCluster, pages, until, write_config};
-use jackstay::config::Config;
 use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixDatagram;
@@ -10,6 +9,8 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
+
+use jackstay_config::Config;
 
 /// The drain timeout. Watches end within its first quarter, and L4 flows are reset by its end.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(10);

@@ -8,9 +8,9 @@ use crate::support::stopwatch::Stopwatch;
 use crate::support::{
     CONFIGMAPS, Proxy, TestCluster, refusing_address, soon, to_strings, until, write_lines,
 };
-use jackstay::config::Config;
 use jackstay_apiserver as apiserver;
 use jackstay_apiserver::Options;
+use jackstay_config::Config;
 use jackstay_core::discovery::address::EndpointAddress;
 use serde_json::{Value, json};
 use socket2::{Domain, SockAddr, Socket, Type};

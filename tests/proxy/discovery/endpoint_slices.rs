@@ -5,11 +5,11 @@ use crate::discovery::traffic::{
     Traffic, endpoint_addresses, has_source_event, source_report, wait_for_set,
 };
 use crate::support::{Proxy, TestCluster, pause, to_strings, until};
-use jackstay::config::Config;
 use jackstay_apiserver::audit::Record;
 use jackstay_apiserver::identity::User;
 use jackstay_apiserver::kinds::{ENDPOINT_SLICES, ENDPOINTS, ObjectRef};
 use jackstay_apiserver::{RequestHook, ScriptedResponse};
+use jackstay_config::Config;
 use serde_json::{Value, json};
 use std::net::SocketAddr;
 use std::sync::Arc;

@@ -11,10 +11,10 @@
 use crate::support::child::{KillOnDrop, free_address};
 use crate::support::figures::check_figure;
 use crate::support::{CONFIGMAPS, Certs, PATIENCE, pages, pause, until, wait};
-use jackstay::config::Config;
 use jackstay_apiserver as apiserver;
 use jackstay_apiserver::cluster::Cluster;
 use jackstay_apiserver::{ApiServerHandle, Options};
+use jackstay_config::Config;
 use jackstay_core::discovery::address::EndpointAddress;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, TcpStream, UdpSocket};
 use std::path::Path;

@@ -4,8 +4,9 @@
 use crate::discovery::host_faults::{HostChange, run};
 use crate::support::wait::until_within;
 use crate::support::{CONFIGMAPS, PATIENCE, TestCluster, passthrough_config, until};
-use jackstay::config::{Config, EndpointPreference};
 use std::net::{Ipv4Addr, SocketAddr};
+
+use jackstay_config::{Config, EndpointPreference};
 
 /// The address of the other host (RFC 5737).
 const OTHER_HOST: Ipv4Addr = Ipv4Addr::new(192, 0, 2, 1);

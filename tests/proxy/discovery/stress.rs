@@ -18,7 +18,7 @@ use crate::support::{
     CONFIGMAPS, PATIENCE, long_form, pause, soon, until, write_config, write_lines,
 };
 use jackstay::app::reload::ReloadOutcome;
-use jackstay::config::{AccessLog, Config};
+use jackstay_config::{AccessLog, Config};
 use jackstay_core::discovery::address::EndpointAddress;
 use std::time::{Duration, Instant};
 

@@ -9,7 +9,7 @@ use crate::support::{
     Certs, HangingEndpoint, PATIENCE, Proxy, pages, passthrough_mode, pause, soon, until,
     without_suspicion,
 };
-use jackstay::config::{Config, MemoryLimit, Mode, Route};
+use jackstay_config::{Config, MemoryLimit, Mode, Route};
 use std::io::ErrorKind;
 use std::net::SocketAddr;
 use std::process::Command;

@@ -4,11 +4,11 @@
 use crate::passthrough::peer::ProbedServer;
 use crate::passthrough::rebalance::{FIRST, set_endpoints, upstream};
 use crate::support::{Certs, passthrough_config, passthrough_mode, pause};
-use jackstay::config::{Config, FlowSettings, Passthrough};
 use jackstay::proxy::passthrough::flow_entry::Progress;
 use jackstay::proxy::passthrough::flow_table::{FlowHandle, FlowTable};
 use jackstay::proxy::passthrough::routing::{ListenerRouting, Routing};
 use jackstay::upstream::endpoint::Observation;
+use jackstay_config::{Config, FlowSettings, Passthrough};
 use std::io::ErrorKind;
 use std::rc::Rc;
 use std::sync::Arc;

@@ -9,9 +9,9 @@ use crate::support::{
     CONFIGMAPS, Certs, Proxy, TestCluster, passthrough_config, passthrough_mode, refusing_address,
     soon, until,
 };
-use jackstay::config::{Config, Route};
-use jackstay::net::tls::pem_files;
 use jackstay::upstream::credentials::client_tls;
+use jackstay_config::{Config, Route};
+use jackstay_net::tls::pem_files;
 use jackstay_sys::sockets::tcp_options;
 use serde_json::Value;
 use std::io::ErrorKind;

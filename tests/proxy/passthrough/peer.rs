@@ -2,7 +2,7 @@
 
 use crate::support::{Certs, Proxy, passthrough_config, soon, terminate_mode, tls, until};
 use http::Response;
-use jackstay::config::{Config, FlowSettings, PassedThrough};
+use jackstay_config::{Config, FlowSettings, PassedThrough};
 use rustls::server::WebPkiClientVerifier;
 use rustls::server::danger::ClientCertVerifier;
 use std::io;

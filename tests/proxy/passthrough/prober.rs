@@ -6,8 +6,8 @@ use crate::passthrough::peer::{
 use crate::support::{
     Certs, Proxy, passthrough_config, pause, replace_file, soon, terminate_mode, tls, until,
 };
-use jackstay::config::CertPaths;
 use jackstay_apiserver::pki::{Pki, Subject};
+use jackstay_config::CertPaths;
 use serde_json::Value;
 use std::io::ErrorKind;
 use std::time::Duration;

@@ -7,10 +7,10 @@ use std::pin::Pin;
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
-use jackstay::config::Config;
 use jackstay_apiserver::audit::Record;
 use jackstay_apiserver::client::Credentials;
 use jackstay_apiserver::pki::{Issued, Subject};
+use jackstay_config::Config;
 use rustls::pki_types::{CertificateDer, ServerName};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf};
 use tokio::net::TcpStream;

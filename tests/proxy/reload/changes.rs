@@ -5,8 +5,8 @@ use crate::support::{
     TestCluster, refusing_address, terminate_mode, tolerate_late_pongs, until, write_config,
 };
 use jackstay::app::reload::ReloadOutcome;
-use jackstay::config::{AccessLog, CertPaths, Config, Level, Percent, VersionPreference};
 use jackstay_apiserver::pki::{Pki, Subject};
+use jackstay_config::{AccessLog, CertPaths, Config, Level, Percent, VersionPreference};
 use std::time::Duration;
 
 /// The effect of a change on the upstream connections of the identity that carries the traffic.

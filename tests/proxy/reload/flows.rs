@@ -6,9 +6,9 @@ use crate::support::stopwatch::Stopwatch;
 use crate::support::{
     HangingEndpoint, passthrough_config, passthrough_mode, soon, terminate_mode, until, wire,
 };
-use jackstay::config::{Config, FlowSettings, PassedThrough, Route};
 use jackstay_apiserver::client::{Client, Credentials};
 use jackstay_apiserver::pki::Subject;
+use jackstay_config::{Config, FlowSettings, PassedThrough, Route};
 use jackstay_core::discovery::address::EndpointAddress;
 use rustls::pki_types::ServerName;
 use serde_json::Value;

@@ -5,8 +5,8 @@ use crate::support::{
     TestCluster, pause, terminate_mode, tolerate_late_pongs, until, write_config,
 };
 use jackstay::app::reload::ReloadOutcome;
-use jackstay::config::{CertPaths, Config};
 use jackstay_apiserver::pki::Pki;
+use jackstay_config::{CertPaths, Config};
 use serde_json::Value;
 use std::net::{SocketAddr, TcpListener};
 use std::process::Command;

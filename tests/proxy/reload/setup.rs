@@ -9,9 +9,9 @@ use crate::support::{
 };
 use jackstay::app::App;
 use jackstay::app::reload::{CheckedConfig, ConfigSource, ReloadOutcome};
-use jackstay::config::{self, Config, ConfigErrors, Overrides};
 use jackstay_apiserver::client::Client;
 use jackstay_apiserver::kinds::{CONFIG_MAPS, ObjectRef};
+use jackstay_config::{self as config, Config, ConfigErrors, Overrides};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};

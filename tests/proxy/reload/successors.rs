@@ -4,9 +4,9 @@ use crate::reload::setup::{Setup, Traffic};
 use crate::support::{
     PATIENCE, TestCluster, passthrough_config, pause, replace_file, tolerate_late_pongs, until,
 };
-use jackstay::config::{CertPaths, Config, Mode};
 use jackstay_apiserver::client::Client;
 use jackstay_apiserver::pki::{Pki, Subject};
+use jackstay_config::{CertPaths, Config, Mode};
 use serde_json::Value;
 use std::path::Path;
 use std::sync::Arc;

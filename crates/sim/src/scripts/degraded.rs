@@ -6,9 +6,9 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-use jackstay::config::Config;
 use jackstay_apiserver::audit::Record;
 use jackstay_apiserver::{RequestHook, ScriptedResponse};
+use jackstay_config::Config;
 use jackstay_sys::clock;
 use tokio::time::sleep;
 

@@ -6,7 +6,7 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use http::Method;
-use jackstay::config::{HeartbeatResource, Mode};
+use jackstay_config::{HeartbeatResource, Mode};
 use serde_json::json;
 use tokio::time::sleep;
 

@@ -8,7 +8,6 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
-use jackstay::config::Config;
 use jackstay::observe::events::{Event, EventKind};
 use jackstay::upstream::Upstream;
 use jackstay_apiserver::audit::Record;
@@ -16,6 +15,7 @@ use jackstay_apiserver::cluster::Cluster;
 use jackstay_apiserver::identity::User;
 use jackstay_apiserver::kinds;
 use jackstay_apiserver::{ApiServer, Faults};
+use jackstay_config::Config;
 use serde_json::{Value, json};
 
 use jackstay_sys::clock;

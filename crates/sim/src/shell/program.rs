@@ -19,15 +19,15 @@ use jackstay::app::SocketId;
 use jackstay::app::active::ActiveConfig;
 use jackstay::app::drain_signal::DrainSignal;
 use jackstay::app::worker::{Command, Role, WorkerSetup};
-use jackstay::config::Config;
 use jackstay::control::endpoint_set::EndpointSetWriter;
 use jackstay::control::saved_floors::{self, LAST_WRITE};
-use jackstay::net::loaded_files::LoadedFiles;
 use jackstay::observe::{Liveness, Metrics};
 use jackstay::proxy::identity_lane::IdentityLane;
 use jackstay::proxy::request_body;
 use jackstay::upstream::Upstream;
+use jackstay_config::Config;
 use jackstay_core::admission::{DEFAULT_LIMIT, MemoryBudget};
+use jackstay_net::loaded_files::LoadedFiles;
 use jackstay_sys::sockets::connector::Connector;
 use jackstay_sys::sockets::stream::DetachedListener;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
@@ -205,7 +205,7 @@ impl Parts {
     /// Loads a configuration with an upstream of this name and a listener on this port.
     fn load(&self, names: (&str, u16), metrics: &Arc<Metrics>) -> io::Result<ActiveConfig> {
         let text = self.configuration.text(&self.certificates, names);
-        let loaded = jackstay::config::validate_text(Path::new("jackstay.yaml"), &text);
+        let loaded = jackstay_config::validate_text(Path::new("jackstay.yaml"), &text);
         let mut config = loaded.map_err(|error| io::Error::other(error.to_string()))?.config;
         (self.configuration.change)(&mut config);
         let files = &mut LoadedFiles::default();

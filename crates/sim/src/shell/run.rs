@@ -6,9 +6,9 @@ use std::net::SocketAddr;
 use std::rc::Rc;
 use std::time::{Duration, Instant, UNIX_EPOCH};
 
-use jackstay::config::Config;
 use jackstay::observe::Metrics;
 use jackstay_apiserver::cluster::{Cluster, Snapshot};
+use jackstay_config::Config;
 use jackstay_core::endpoint_state::EndpointState;
 use jackstay_core::pool::EndpointKey;
 use jackstay_sys::clock;

@@ -5,16 +5,24 @@ use std::sync::Arc;
 
 use jackstay_core::discovery::own_addresses::OwnAddresses;
 use jackstay_sys::clock;
-use jackstay_testkit::name_server::{Reply, parse as ips};
+use jackstay_testkit::name_server::{Reply, ResolverSetup, parse as ips};
 use jackstay_testkit::wait::until;
 use tokio::task::LocalSet;
 
 use super::*;
 use crate::control::discovery::tests::config;
-use crate::net::dns::tests::Setup;
 use crate::observe::Metrics;
 use crate::upstream::Upstream;
 use crate::upstream::endpoint::Observation;
+
+/// The files of a resolver that refer to its name server.
+fn files_of(setup: &ResolverSetup) -> ResolverFiles {
+    ResolverFiles {
+        hosts: setup.hosts.clone(),
+        resolv_conf: setup.resolv_conf.clone(),
+        port: setup.server.address().port(),
+    }
+}
 
 /// An upstream without endpoints, and the states of its sources.
 fn new_source_states() -> (Arc<Upstream>, Rc<SourceStates>) {
@@ -169,12 +177,12 @@ fn apply_result_address_omitted_by_hosts_file_is_removed_at_once() {
 
 #[tokio::test]
 async fn follow_omitted_address_stays_while_its_endpoint_is_usable() {
-    let setup = Setup::new();
+    let setup = ResolverSetup::start();
     setup.server.set_addresses("api.example.com", &["10.0.0.1", "10.0.0.2", "10.0.0.3"], 60);
     let (upstream, states) = new_source_states();
     let names = vec![EndpointAddress { host: "api.example.com".into(), port: 6443 }];
     let test = async {
-        let task = follow(names, setup.files.clone(), Rc::clone(&states));
+        let task = follow(names, files_of(&setup), Rc::clone(&states));
         let task = tokio::task::spawn_local(task);
         wait_for(&states, &["10.0.0.1:6443", "10.0.0.2:6443", "10.0.0.3:6443"]).await;
         let specs: Vec<_> = states.read(|answers, _| {
@@ -206,14 +214,14 @@ async fn follow_omitted_address_stays_while_its_endpoint_is_usable() {
 /// A wildcard of a search zone has an address of the family that the name has lost.
 #[tokio::test]
 async fn follow_withdrawn_family_leaves_the_set_and_a_search_zone_adds_no_stranger() {
-    let setup = Setup::new();
-    setup.resolv_conf("search corp.test\n");
+    let setup = ResolverSetup::start();
+    setup.write_resolv_conf("search corp.test\n");
     setup.server.set_domain("corp.test", Reply::Addresses(ips(&["fd00::bad"]), 60));
     setup.server.set_addresses("api.example.com", &["10.0.0.1", "fd00::1"], 60);
     let (upstream, states) = new_source_states();
     let names = vec![EndpointAddress { host: "api.example.com".into(), port: 6443 }];
     let test = async {
-        let task = follow(names, setup.files.clone(), Rc::clone(&states));
+        let task = follow(names, files_of(&setup), Rc::clone(&states));
         let task = tokio::task::spawn_local(task);
         wait_for(&states, &["10.0.0.1:6443", "[fd00::1]:6443"]).await;
         setup.server.set_addresses("api.example.com", &["10.0.0.1"], 60);
@@ -229,7 +237,7 @@ async fn follow_withdrawn_family_leaves_the_set_and_a_search_zone_adds_no_strang
 
 #[tokio::test]
 async fn follow_hosts_file_changed_publishes_new_addresses() {
-    let setup = Setup::new();
+    let setup = ResolverSetup::start();
     setup.server.set_addresses("api.example.com", &["10.0.0.1"], 300);
     let (upstream, states) = new_source_states();
     let name = |host: &str, port| EndpointAddress { host: host.into(), port };
@@ -238,7 +246,7 @@ async fn follow_hosts_file_changed_publishes_new_addresses() {
         || states.read(|answers, _| answers[&EndpointSource::Dns].unresolved.is_empty());
     LocalSet::new()
         .run_until(async {
-            let task = follow(names, setup.files.clone(), Rc::clone(&states));
+            let task = follow(names, files_of(&setup), Rc::clone(&states));
             let task = tokio::task::spawn_local(task);
             wait_for(&states, &["10.0.0.1:6443"]).await;
             assert!(!is_complete(), "added.example.com is not resolved");
@@ -248,7 +256,7 @@ async fn follow_hosts_file_changed_publishes_new_addresses() {
             })
             .await;
             assert_eq!(upstream.sources.reports()[&EndpointSource::Dns].endpoints, 1);
-            std::fs::write(&setup.files.hosts, "fd00::7 added.example.com\n").unwrap();
+            std::fs::write(&setup.hosts, "fd00::7 added.example.com\n").unwrap();
             wait_for(&states, &["10.0.0.1:6443", "[fd00::7]:443"]).await;
             assert!(is_complete());
             task.abort();
@@ -264,7 +272,7 @@ async fn follow_hosts_file_changed_publishes_new_addresses() {
 
 #[tokio::test]
 async fn follow_name_added_keeps_addresses_of_the_others() {
-    let setup = Setup::new();
+    let setup = ResolverSetup::start();
     setup.server.set_addresses("a.example.com", &["10.0.0.1", "fd00::1"], 300);
     setup.server.set_addresses("b.example.com", &["10.0.0.2"], 300);
     let (upstream, states) = new_source_states();
@@ -275,17 +283,17 @@ async fn follow_name_added_keeps_addresses_of_the_others() {
     let test = async {
         let first = follow(
             names(&["a.example.com", "b.example.com"]),
-            setup.files.clone(),
+            files_of(&setup),
             Rc::clone(&states),
         );
         let first = tokio::task::spawn_local(first);
         wait_for(&states, &["10.0.0.1:6443", "[fd00::1]:6443", "10.0.0.2:6443"]).await;
         first.abort();
         // From now on lookups at the name server fail. The hosts file has only the added name.
-        std::fs::write(&setup.files.resolv_conf, "# empty\n").unwrap();
-        std::fs::write(&setup.files.hosts, "10.0.0.3 c.example.com\n").unwrap();
+        std::fs::write(&setup.resolv_conf, "# empty\n").unwrap();
+        std::fs::write(&setup.hosts, "10.0.0.3 c.example.com\n").unwrap();
         let next = names(&["c.example.com", "b.example.com", "a.example.com"]);
-        let second = follow(next, setup.files.clone(), Rc::clone(&states));
+        let second = follow(next, files_of(&setup), Rc::clone(&states));
         let second = tokio::task::spawn_local(second);
         let all = ["10.0.0.3:6443", "10.0.0.2:6443", "10.0.0.1:6443", "[fd00::1]:6443"];
         while published(&states) != all {
@@ -303,12 +311,12 @@ async fn follow_name_added_keeps_addresses_of_the_others() {
 
 #[tokio::test]
 async fn follow_queries_again_when_the_ttl_expires() {
-    let setup = Setup::new();
+    let setup = ResolverSetup::start();
     setup.server.set_addresses("api.example.com", &["10.0.0.1"], 60);
     let (_, states) = new_source_states();
     let names = vec![EndpointAddress { host: "api.example.com".into(), port: 6443 }];
     let test = async {
-        let task = follow(names, setup.files.clone(), Rc::clone(&states));
+        let task = follow(names, files_of(&setup), Rc::clone(&states));
         let task = tokio::task::spawn_local(task);
         wait_for(&states, &["10.0.0.1:6443"]).await;
         let before = setup.server.query_count();

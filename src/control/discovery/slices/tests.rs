@@ -15,9 +15,9 @@ use tokio::task::LocalSet;
 
 use super::super::requests::ResponseChunks;
 use super::*;
-use crate::config;
 use crate::observe::Metrics;
 use crate::upstream::Upstream;
+use jackstay_config as config;
 
 #[test]
 fn backoff_after_failures_doubles_up_to_the_limit() {

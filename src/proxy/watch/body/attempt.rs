@@ -13,6 +13,7 @@ use futures_util::future::{LocalBoxFuture, OptionFuture};
 use http::Request;
 use jackstay_core::request::status_error::StatusError;
 use jackstay_core::watch::session::{NotResumable, Session, SessionInput, no_connection_pause};
+use jackstay_net::http2_error::describe_h2_error;
 use jackstay_sys::clock;
 use tokio::time::{sleep, sleep_until, timeout_at};
 
@@ -20,7 +21,7 @@ use super::context::ResumeContext;
 use super::suitable::{NoneSuitable, PROCESS_CHANGED};
 use crate::proxy::attempt::Attempt;
 use crate::proxy::upstream_client::{UpstreamClient, UpstreamResponse as Response, until_troubled};
-use crate::upstream::connection::{Connection, Permit, describe_h2_error};
+use crate::upstream::connection::{Connection, Permit};
 use crate::upstream::pool::{ClassPool, PreviousFailure, Unavailable};
 
 /// An attempt to resume a watch; `None` if the listener drains.

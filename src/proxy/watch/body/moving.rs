@@ -18,6 +18,7 @@ use jackstay_core::watch::relay::Relay;
 use jackstay_core::watch::session::{
     AfterSearch, FIRST_FRAME_TIMEOUT, LeaveReason, MoveReason, Session, SessionInput, offered_move,
 };
+use jackstay_net::http2_error::describe_h2_error;
 use jackstay_sys::clock;
 use tokio::time::timeout;
 
@@ -26,7 +27,7 @@ use super::context::ResumeContext;
 use super::stream::UpstreamStream;
 use super::{Source, WatchBody};
 use crate::proxy::upstream_client::UpstreamResponse as Response;
-use crate::upstream::connection::{Permit, describe_h2_error};
+use crate::upstream::connection::Permit;
 use crate::upstream::endpoint::Endpoint;
 
 impl WatchBody {

@@ -16,13 +16,14 @@ use jackstay_core::credential_class::ClientRank;
 use jackstay_core::watch::gzip::{ContentCoding, GzipDecoder, GzipError};
 use jackstay_core::watch::pace::DeliveryPace;
 use jackstay_core::watch::session::{LeaveReason, SEARCH_TIMEOUT, Searches, Session};
+use jackstay_net::http2_error::describe_h2_error;
 use tokio::time::{sleep, timeout};
 
 use super::context::ResumeContext;
 use crate::observe::GzipBytes;
 use crate::proxy::drain::DrainWatcher;
 use crate::proxy::upstream_client::{poll_turn, release_window};
-use crate::upstream::connection::{Connection, DrainUrgency, Permit, describe_h2_error};
+use crate::upstream::connection::{Connection, DrainUrgency, Permit};
 use crate::upstream::pool::PreviousFailure;
 
 /// What inflating a piece counts in [`poll_turn`]: it takes 20 to 40 µs.

@@ -7,10 +7,10 @@ use jackstay::control::discovery::state_file;
 use jackstay_config::endpoints_file;
 use jackstay_config::{format_duration, format_size, parse_duration, parse_size, validate_text};
 use jackstay_core::discovery::address::EndpointAddress;
+use jackstay_kubeconfig::model::{Kubeconfig, NamedCluster};
 use jackstay_kubeconfig::{KubeconfigFile, ResolvedContext, ServerUrl, kubeconfig_yaml};
 use jackstay_operator::kubeconfig::rewrite::{ClientTrust, LocalEndpoint, point_at, revert};
 use jackstay_sys::files::authorization;
-use kube::config::{Kubeconfig, NamedCluster};
 
 /// A configuration: it is valid, or there is an error.
 pub(super) fn config(bytes: &[u8]) {

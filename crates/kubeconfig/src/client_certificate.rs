@@ -4,11 +4,11 @@
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
+use crate::model::{AuthInfo, Cluster, Kubeconfig};
 use jackstay_config::{IdentitySource, KubeconfigUser};
 use jackstay_net::tls::file_error::TlsFileError;
 use jackstay_net::tls::pem_files::{self, LoadedCert, cert_from_pem};
 use jackstay_sys::files;
-use kube::config::{AuthInfo, Cluster, Kubeconfig};
 use zeroize::Zeroizing;
 
 use super::credential::{PemSource, UserCredentials};

@@ -4,10 +4,10 @@ use std::collections::BTreeMap;
 use std::error::Error;
 use std::fmt;
 
+use crate::model::{AuthInfo, Cluster, Kubeconfig};
 use http::uri::Authority;
 use jackstay_core::discovery::address::tls_name;
 use jackstay_core::request::path_prefix::{PathPrefix, PathPrefixError};
-use kube::config::{AuthInfo, Cluster, Kubeconfig};
 use serde_json::Value;
 
 use super::credential::{Credential, CredentialError, PemSource, UserCredentials};

@@ -4,12 +4,11 @@ use std::error::Error;
 use std::fmt;
 use std::path::PathBuf;
 
+use crate::model::{AuthInfo, Cluster, Secret};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use jackstay_net::tls::pem_files::MAX_PEM_FILE;
 use jackstay_sys::files;
-use kube::config::{AuthInfo, Cluster};
-use secrecy::{ExposeSecret, SecretString};
 use zeroize::Zeroizing;
 
 use super::error::KubeconfigError;
@@ -145,7 +144,7 @@ impl UserCredentials {
             user.client_certificate_data.as_deref(),
             user.client_certificate.as_deref(),
         )?;
-        let key_data = user.client_key_data.as_ref().map(SecretString::expose_secret);
+        let key_data = user.client_key_data.as_ref().map(Secret::expose);
         let key = PemSource::new("client-key", key_data, user.client_key.as_deref())?;
         let certificate = match (certificate, key) {
             (Some(certificate), Some(key)) => Some((certificate, key)),
@@ -155,7 +154,7 @@ impl UserCredentials {
         };
         // The file overrides the token in the kubeconfig, as in client-go: the file may change.
         let file = user.token_file.as_deref().filter(|file| !file.is_empty());
-        let inline = user.token.as_ref().map(SecretString::expose_secret);
+        let inline = user.token.as_ref().map(Secret::expose);
         let token = match (file, inline.filter(|token| !token.is_empty())) {
             (Some(file), _) => Some(TokenSource::File(PathBuf::from(file))),
             (None, Some(token)) => Some(TokenSource::Inline(token.to_owned())),

@@ -7,10 +7,10 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 
+use crate::model::{AuthInfo, Cluster, Kubeconfig};
 use http::HeaderValue;
 use jackstay_net::tls::pem_files::{self, LoadedCert};
 use jackstay_sys::files;
-use kube::config::{AuthInfo, Cluster, Kubeconfig};
 use zeroize::Zeroizing;
 
 use super::discovery_error::{

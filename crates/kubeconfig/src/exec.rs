@@ -7,8 +7,11 @@ use std::fmt;
 use std::io::{self, IsTerminal};
 use std::process::{Command, ExitStatus, Stdio};
 
-use kube::config::{Cluster, ExecAuthCluster, ExecConfig, ExecInteractiveMode};
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
 use serde_json::{Value, json};
+
+use crate::model::{Cluster, ExecConfig, ExecInteractiveMode};
 
 /// Maximum size of an answer in bytes: room for a certificate chain, its key and a token.
 const MAX_ANSWER: usize = 1 << 20;
@@ -111,10 +114,7 @@ impl ExecPlugin {
             args: exec.args.clone().unwrap_or_default(),
             env: exec.env.iter().flatten().filter_map(variable).collect(),
             api_version: api_version.to_owned(),
-            interactive_mode: exec
-                .interactive_mode
-                .clone()
-                .unwrap_or(ExecInteractiveMode::IfAvailable),
+            interactive_mode: exec.interactive_mode.unwrap_or(ExecInteractiveMode::IfAvailable),
             cluster: exec.provide_cluster_info.then(|| Box::new(cluster.clone())),
         })
     }
@@ -128,16 +128,14 @@ impl ExecPlugin {
     }
 
     fn credential(&self) -> Result<ExecCredential, ExecProblem> {
-        let interactive = is_interactive(&self.interactive_mode, std::io::stdin().is_terminal())
+        let interactive = is_interactive(self.interactive_mode, std::io::stdin().is_terminal())
             .ok_or(ExecProblem::NoTerminal)?;
         let mut info = json!({
             "apiVersion": self.api_version, "kind": "ExecCredential",
             "spec": { "interactive": interactive },
         });
         if let Some(cluster) = &self.cluster {
-            let cluster =
-                ExecAuthCluster::try_from(&**cluster).map_err(|_| ExecProblem::UnreadableCa)?;
-            info["spec"]["cluster"] = json!(cluster);
+            info["spec"]["cluster"] = describe(cluster).ok_or(ExecProblem::UnreadableCa)?;
         }
         let output = Command::new(&self.command)
             .args(&self.args)
@@ -167,9 +165,40 @@ impl ExecPlugin {
     }
 }
 
+/// The name of the extension of a cluster that is meant for plugins.
+const EXTENSION: &str = "client.authentication.k8s.io/exec";
+
+/// The description of a cluster for a plugin (`Cluster` of `client.authentication.k8s.io/v1`); `None` if its CA cannot be
+/// read.
+fn describe(cluster: &Cluster) -> Option<Value> {
+    let Cluster { certificate_authority_data: data, certificate_authority: file, .. } = cluster;
+    let pem = match (data, file) {
+        (Some(data), _) => Some(STANDARD.decode(data).ok()?),
+        (None, Some(file)) => Some(std::fs::read(file).ok()?),
+        (None, None) => None,
+    };
+    let with_line_break = |mut pem: Vec<u8>| {
+        if pem.last().is_some_and(|last| *last != b'\n') {
+            pem.push(b'\n');
+        }
+        STANDARD.encode(pem)
+    };
+    let mut extensions = cluster.extensions.iter().flatten();
+    let config = extensions.find(|entry| entry.name == EXTENSION).map(|entry| &entry.extension);
+    let keys = [
+        ("server", json!(cluster.server)),
+        ("insecure-skip-tls-verify", json!(cluster.insecure_skip_tls_verify)),
+        ("certificate-authority-data", json!(pem.map(with_line_break))),
+        ("proxy-url", json!(cluster.proxy_url)),
+        ("tls-server-name", json!(cluster.tls_server_name)),
+        ("config", json!(config)),
+    ];
+    Some(keys.into_iter().filter(|(_, value)| !value.is_null()).collect())
+}
+
 /// Whether the plugin gets the stdin of this process, which may be a `terminal` (client-go,
 /// `plugin/pkg/client/auth/exec`). `None` if the plugin needs a terminal and there is none.
-fn is_interactive(mode: &ExecInteractiveMode, terminal: bool) -> Option<bool> {
+fn is_interactive(mode: ExecInteractiveMode, terminal: bool) -> Option<bool> {
     match mode {
         ExecInteractiveMode::Never => Some(false),
         ExecInteractiveMode::IfAvailable => Some(terminal),
@@ -224,7 +253,7 @@ mod tests {
         assert_eq!(spec["cluster"]["server"], "https://10.0.0.1:6443");
         assert_eq!(
             spec["cluster"]["certificate-authority-data"], "Y2EK",
-            "kube ends the PEM data with a line break"
+            "the PEM data ends with a line break"
         );
         assert_eq!(spec["cluster"]["config"]["audience"], "a");
         assert_eq!(spec["interactive"], false);
@@ -233,11 +262,11 @@ mod tests {
 
     #[test]
     fn is_interactive_follows_mode_and_terminal() {
-        assert_eq!(is_interactive(&ExecInteractiveMode::Never, true), Some(false));
-        assert_eq!(is_interactive(&ExecInteractiveMode::IfAvailable, true), Some(true));
-        assert_eq!(is_interactive(&ExecInteractiveMode::IfAvailable, false), Some(false));
-        assert_eq!(is_interactive(&ExecInteractiveMode::Always, true), Some(true));
-        assert_eq!(is_interactive(&ExecInteractiveMode::Always, false), None);
+        assert_eq!(is_interactive(ExecInteractiveMode::Never, true), Some(false));
+        assert_eq!(is_interactive(ExecInteractiveMode::IfAvailable, true), Some(true));
+        assert_eq!(is_interactive(ExecInteractiveMode::IfAvailable, false), Some(false));
+        assert_eq!(is_interactive(ExecInteractiveMode::Always, true), Some(true));
+        assert_eq!(is_interactive(ExecInteractiveMode::Always, false), None);
     }
 
     #[test]

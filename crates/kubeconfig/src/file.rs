@@ -7,7 +7,7 @@ use std::fmt;
 use std::io::{ErrorKind, Read};
 use std::path::{Path, PathBuf};
 
-use kube::config::{Cluster, Kubeconfig};
+use crate::model::{Cluster, Kubeconfig};
 use serde::Serialize;
 use zeroize::Zeroizing;
 

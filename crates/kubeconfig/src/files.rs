@@ -14,7 +14,7 @@ use std::error::Error;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-use kube::config::Kubeconfig;
+use crate::model::Kubeconfig;
 
 use super::context::{ContextError, ResolvedContext};
 use super::error::{ContentError, KubeconfigError};
@@ -159,14 +159,18 @@ impl KubeconfigFiles {
             } else {
                 file.with_absolute_paths()
             };
-            // kubectl treats an empty value as absent. `merge` would take it, or refuse the file for it.
+            // kubectl treats an empty value as absent.
             for value in [&mut config.current_context, &mut config.kind, &mut config.api_version] {
                 value.take_if(|text| text.is_empty());
             }
-            merged = merged.merge(config).map_err(|_| {
-                let version = file.config().api_version.clone().unwrap_or_default();
-                KubeconfigError::invalid(file.path(), ContentError::OtherVersion(version))
-            })?;
+            let versions = (&merged.api_version, &config.api_version);
+            if let (Some(first), Some(version)) = versions
+                && first != version
+            {
+                let error = ContentError::OtherVersion(version.clone());
+                return Err(KubeconfigError::invalid(file.path(), error));
+            }
+            merged.merge(config);
         }
         Ok(merged)
     }

@@ -1,5 +1,6 @@
 //! Reads kubeconfigs by the rules of kubectl.
 //!
+//! * [`model`] is the content of a kubeconfig.
 //! * `files` finds and merges the files; `file` reads one and formats it, `parse` parses its text.
 //! * `context` resolves a context to a server, its verification and a `credential`.
 //! * `proxy` reads the proxies of the environment.
@@ -22,6 +23,7 @@ mod error;
 mod exec;
 mod file;
 mod files;
+pub mod model;
 pub mod original;
 mod parse;
 mod proxy;

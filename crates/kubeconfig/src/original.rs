@@ -5,7 +5,7 @@
 //! starts from the recorded values. The record also names the configuration of jackstay, which a revert leaves
 //! in place.
 
-use kube::config::{Cluster, NamedExtension};
+use crate::model::{Cluster, NamedExtension};
 use serde_json::{Value, json};
 
 const EXTENSION_NAME: &str = "jackstay";

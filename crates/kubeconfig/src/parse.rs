@@ -11,8 +11,8 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
+use crate::model::{Kubeconfig, NamedAuthInfo, NamedCluster, NamedContext};
 use jackstay_config::describe_yaml_error;
-use kube::config::{Kubeconfig, NamedAuthInfo, NamedCluster, NamedContext};
 use serde::de::{DeserializeOwned, Deserializer, MapAccess, SeqAccess, Visitor};
 use serde::{Deserialize, de};
 use serde_json::{Map, Value};
@@ -232,7 +232,7 @@ enum Expected {
 /// The keys of an object. Others are preserved.
 type Keys = &'static [(&'static str, Expected)];
 
-/// The keys that the types of kube require, and those of kubectl do not.
+/// The keys that are always written. In a file they may be missing.
 const REQUIRED: [&str; 4] = ["name", "value", "extension", "cluster"];
 
 const TEXTS: Expected = Expected::List(&Expected::Text);
@@ -459,7 +459,7 @@ impl Reader<'_> {
         Ok(Some(value))
     }
 
-    /// An object without its null values, and with the values that the types of kube require.
+    /// An object without its null values, and with [`REQUIRED`] ones.
     fn object(
         &self,
         pairs: &[(String, Node)],

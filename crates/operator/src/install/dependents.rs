@@ -5,9 +5,9 @@ use std::fs;
 use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 
+use jackstay_kubeconfig::model::Cluster;
 use jackstay_kubeconfig::{KubeconfigFile, MAX_KUBECONFIG, ServerUrl, recorded_configuration};
 use jackstay_sys::files;
-use kube::config::Cluster;
 
 /// The directory of the kubeconfigs of kubeadm: `kubelet.conf`, `controller-manager.conf`, `scheduler.conf`, `admin.conf`.
 const KUBEADM: &str = "etc/kubernetes";

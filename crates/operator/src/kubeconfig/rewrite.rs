@@ -4,12 +4,12 @@ use std::fmt;
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
+use jackstay_kubeconfig::model::Cluster;
 use jackstay_kubeconfig::original::{
     copy_rewritten_fields, record_original, recorded_configuration, recorded_original,
     remove_record, rewritten_fields,
 };
 use jackstay_kubeconfig::{ServerUrl, user_in, without_user};
-use kube::config::Cluster;
 use serde::Serialize;
 use serde_json::{Value, json};
 

@@ -5,13 +5,13 @@ use std::time::SystemTime;
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
+use jackstay_kubeconfig::model::Cluster;
 use jackstay_kubeconfig::recorded_original;
 use jackstay_kubeconfig::{KubeconfigFile, find_cluster_mut, kubeconfig_yaml};
 use jackstay_net::tls::local_ca;
 use jackstay_net::tls::pem_files::valid_certificates;
 use jackstay_sys::files::{self, PRIVATE};
 use jackstay_sys::utc::Utc;
-use kube::config::Cluster;
 use rustls::pki_types::CertificateDer;
 
 use super::super::plan::OutputFile;

@@ -1,13 +1,13 @@
-//! Reports what clients notice of faults ([`jackstay_core::fault_reports`]).
+//! Reports what clients notice of faults: outages ([`jackstay_core::outage::report`]), and errors of jackstay itself
+//! ([`jackstay_core::error_report`]).
 
 use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use jackstay_core::fault_reports::{
-    ErrorReport, Failures, OutageEvent, OutageReport, OwnErrorCount, Usability,
-};
+use jackstay_core::error_report::{ErrorReport, OwnErrorCount};
+use jackstay_core::outage::report::{Failures, OutageEvent, OutageReport, Usability};
 use jackstay_sys::clock;
 use tokio::task::spawn_local;
 use tokio::time::{MissedTickBehavior, interval};

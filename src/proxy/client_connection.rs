@@ -1,8 +1,8 @@
 //! The path of each request of a client connection, from the head to the response.
 //!
 //! ```text
-//! classify (request_info) -> refuse invalid heads (hygiene) -> select the credential
-//!     -> remove headers (hygiene) -> forward or upgrade -> response or error
+//! classify (request::info) -> refuse invalid heads (request::hygiene) -> select the credential
+//!     -> remove headers (request::hygiene) -> forward or upgrade -> response or error
 //! ```
 //!
 //! The [`Outcome`] of a request records it exactly once, even if the request is cancelled.

@@ -21,7 +21,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use fastrand::Rng;
-use http::{HeaderMap, Request, Response, header};
+use http::{HeaderMap, Request, Response, StatusCode, header};
 use jackstay_core::admission::ByteAccount;
 use jackstay_core::request::attempts::{AttemptEffect, Refused};
 use jackstay_core::request::info::{RequestInfo, RequestKind};
@@ -210,6 +210,10 @@ impl ForwardedRequest {
         }
         match refused {
             Refused::Error(error, refusal) => {
+                if error.code == StatusCode::INTERNAL_SERVER_ERROR {
+                    let (verb, reason) = (self.info.verb.as_str(), &error.message);
+                    tracing::error!(verb, reason, "defect of jackstay: the request is refused");
+                }
                 if let Some(refusal) = refusal {
                     self.upstream.metrics.retry_refused(refusal.as_str());
                 }

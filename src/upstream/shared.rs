@@ -11,7 +11,7 @@ use arc_swap::{ArcSwap, Guard};
 use jackstay_config as config;
 use jackstay_config::api_root::ApiRoot;
 use jackstay_core::admission::MemoryBudget;
-use jackstay_core::fault_reports::Usability;
+use jackstay_core::outage::report::Usability;
 use jackstay_core::request::path_prefix::PathPrefix;
 use jackstay_sys::sockets::connector::Connector;
 use tokio::sync::Notify;

@@ -21,7 +21,7 @@
 //!   [`frame_budgets`]: how many of each type a peer may send; [`header_table`]: what its header blocks leave behind;
 //!   [`tls_records`]: where TLS records end.
 //! * [`canary`]: when an apiserver of a newer version gets no share of the requests.
-//! * [`fault_lines`] and [`fault_reports`]: which faults the log reports, and as how many lines; [`open_streams`] and
+//! * [`fault_lines`] and [`error_report`]: which faults the log reports, and as how many lines; [`open_streams`] and
 //!   [`quantity`]: their figures.
 //! * [`admission`]: what clients may take.
 //! * [`drain`]: when listeners, their connections and their watches end.
@@ -42,8 +42,8 @@ pub mod drain;
 pub mod endpoint_condition;
 pub mod endpoint_health;
 pub mod endpoint_state;
+pub mod error_report;
 pub mod fault_lines;
-pub mod fault_reports;
 pub mod flow_health;
 pub mod frame_budgets;
 pub mod header_table;

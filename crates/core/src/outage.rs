@@ -1,4 +1,10 @@
-//! Total outages: no endpoint of an upstream is usable.
+//! Total outages: no endpoint of an upstream is usable. Who looks at one:
+//!
+//! | who | it begins | it ends |
+//! |---|---|---|
+//! | each worker, for the watches that it holds ([`Outage`]) | at once | by the table below |
+//! | the log and the events ([`report`]) | after 0.75 s, so that a lost connection is none | when an endpoint has been usable for 0.75 s |
+//! | the lines about single endpoints, which that of the outage covers ([`crate::fault_lines`]) | with the log | with the log |
 //!
 //! Watches are held during an outage. An apiserver that has just
 //! started accepts requests before its RBAC rules are loaded, and refuses watches and `/readyz` with 403
@@ -11,6 +17,8 @@
 //! | one has been ready for [`READY_FOR`] | ends |
 //! | one became usable less than [`RESTART_TIME`] after the outage began | ends: no apiserver starts that fast, so only connections were lost |
 //! | one has been usable for [`UNREADY_LIMIT`] | ends: waiting longer could do more harm than 403 responses |
+
+pub mod report;
 
 use std::time::{Duration, Instant};
 

@@ -5,7 +5,8 @@
 //! with `ENHANCE_YOUR_CALM`, and its connection is closed.
 //!
 //! A header block, HEADERS with all its CONTINUATION frames, must arrive within `limits.header_timeout`, however
-//! slowly its bytes come. h2 limits its size and the number of its frames, and `proxy::hygiene` those of trailers.
+//! slowly its bytes come. h2 limits its size and the number of its frames, and [`jackstay_core::request::hygiene`] those of
+//! trailers.
 //! As long as a header block is open, the connection may carry no other frame (RFC 9113, 4.3), so the connection
 //! is closed with the same GOAWAY. What it holds until then is charged, since there is no request yet, and so is what its
 //! fields keep in the [table](jackstay_core::header_table) of h2's decoder.

@@ -324,7 +324,11 @@ impl WatchBody {
     }
 
     fn step(&mut self, input: SessionInput<'_>, cause: &str) {
+        let (input_name, state) = (input.name(), self.relay.session().state_name());
         let effect = self.relay.session_mut().step(input, clock::now());
+        if matches!(effect, SessionEffect::End(_, NotResumable::InternalError)) {
+            tracing::error!(input = input_name, state, cause, "defect of jackstay: the watch ends");
+        }
         self.execute(effect, cause);
     }
 

@@ -55,6 +55,27 @@ pub enum SessionInput<'a> {
     HistoryLost { error_event: Bytes },
 }
 
+impl SessionInput<'_> {
+    /// The name, for the log line about an input that is impossible.
+    pub const fn name(&self) -> &'static str {
+        match self {
+            Self::Frame(_) => "Frame",
+            Self::OversizedPiece { .. } => "OversizedPiece",
+            Self::ServerEnded => "ServerEnded",
+            Self::GroupUnordered => "GroupUnordered",
+            Self::StreamLost { .. } => "StreamLost",
+            Self::Rejected { .. } => "Rejected",
+            Self::Accepted => "Accepted",
+            Self::AttemptFailed { .. } => "AttemptFailed",
+            Self::OutageEnded { .. } => "OutageEnded",
+            Self::MoveStarted(_) => "MoveStarted",
+            Self::MoveEnded { .. } => "MoveEnded",
+            Self::Stop(_) => "Stop",
+            Self::HistoryLost { .. } => "HistoryLost",
+        }
+    }
+}
+
 /// What the body does after a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SessionEffect {

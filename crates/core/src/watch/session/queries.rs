@@ -15,6 +15,11 @@ use crate::watch::codec::version::as_u64;
 use crate::watch::request::resume_query;
 
 impl Session {
+    /// The name of the state, for the log line about an input that is impossible in it.
+    pub fn state_name(&self) -> &'static str {
+        self.state.name()
+    }
+
     /// The query of the request that continues the watch, or starts it again. `query` is the query of the
     /// first upstream request.
     pub fn resume_query(&self, query: &str, now: Instant) -> String {

@@ -73,6 +73,18 @@ impl State {
         }
     }
 
+    /// The name, for the log line about an input that is impossible.
+    pub const fn name(&self) -> &'static str {
+        match self {
+            Self::Initial(_) => "Initial",
+            Self::Ordered(_) => "Ordered",
+            Self::Moving(_) => "Moving",
+            Self::Resuming { .. } => "Resuming",
+            Self::Passthrough { .. } => "Passthrough",
+            Self::Ended { .. } => "Ended",
+        }
+    }
+
     /// Replaces the state by `next` of the state.
     pub fn update(&mut self, next: impl FnOnce(Self) -> Self) {
         *self = next(std::mem::replace(self, Self::Ended { error_event: None }));

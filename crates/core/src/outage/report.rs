@@ -1,24 +1,18 @@
-//! What the log says that clients notice of faults: outages of upstreams, and errors that jackstay itself returns.
+//! What the log says of an outage.
 //!
 //! | condition | line |
 //! |---|---|
 //! | no endpoint of an upstream is usable for [`OUTAGE_AFTER`] | one error |
 //! | an endpoint is usable again for [`OUTAGE_AFTER`] | one warning, with the number of failed requests |
-//! | own 5xx errors or resets, and no outage of the listener's upstream within [`COLLECT`] | a warning, with their number; the next one [`ERRORS_EVERY`] later |
 
-use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
-
-use crate::quantity::quantity;
 
 /// How long no endpoint is usable before this is an outage, and one is usable before the outage is over. With
 /// four checks a second, an outage of a second is reported.
 const OUTAGE_AFTER: Duration = Duration::from_millis(750);
-/// How long own errors are collected before their line. The first requests of an outage fail before it is known
-/// that no endpoint is usable: when every process is stopped, 0.7 s.
-const COLLECT: Duration = Duration::from_millis(1_500);
-/// Time between two lines about the own errors of a listener.
-const ERRORS_EVERY: Duration = Duration::from_secs(30);
+/// How long before it is known that no endpoint is usable the first requests of an outage may fail: when every process is
+/// stopped, 0.7 s.
+pub const FAILS_BEFORE: Duration = Duration::from_millis(1_500);
 
 /// Whether an upstream can serve requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -100,7 +94,7 @@ impl OutageReport {
             if failures != before {
                 self.failing.get_or_insert((now, before, now)).2 = now;
             }
-            self.failing = self.failing.filter(|(.., latest)| now < *latest + COLLECT);
+            self.failing = self.failing.filter(|(.., latest)| now < *latest + FAILS_BEFORE);
             return None;
         }
         let since = *self.unusable_since.get_or_insert(now);
@@ -138,57 +132,6 @@ impl OutageReport {
     /// Whether no endpoint is usable, or was during the outage that is reported.
     pub fn is_unusable(&self) -> bool {
         self.unusable_since.is_some()
-    }
-}
-
-/// How often jackstay has answered with one of its own errors since the process started.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct OwnErrorCount {
-    /// Status code; `None` for a passthrough connection that was reset.
-    pub code: Option<u16>,
-    /// The label of the reason.
-    pub reason: &'static str,
-    /// The number.
-    pub count: u64,
-}
-
-/// The own errors of one listener that were reported.
-#[derive(Debug, Default)]
-pub struct ErrorReport {
-    reported: BTreeMap<(Option<u16>, &'static str), u64>,
-    /// When the first error was seen that is not reported.
-    first: Option<Instant>,
-    last: Option<Instant>,
-}
-
-impl ErrorReport {
-    /// Returns the errors to report now, with their number since the last report. Those of an outage are part
-    /// of its lines.
-    pub fn observe(&mut self, errors: &[OwnErrorCount], outage: bool, now: Instant) -> Vec<String> {
-        let server_errors = || errors.iter().filter(|e| e.code.is_none_or(|code| code >= 500));
-        let reported =
-            |e: &OwnErrorCount| self.reported.get(&(e.code, e.reason)).copied().unwrap_or(0);
-        let new = |error: &OwnErrorCount| error.count.saturating_sub(reported(error));
-        if server_errors().all(|error| new(error) == 0) {
-            return Vec::new();
-        }
-        let first = *self.first.get_or_insert(now);
-        let paused = self.last.is_some_and(|last| now < last + ERRORS_EVERY);
-        let texts = if outage {
-            Vec::new()
-        } else if paused || now < first + COLLECT {
-            return Vec::new();
-        } else {
-            self.last = Some(now);
-            let text = |error: &OwnErrorCount| {
-                let what = error.code.map_or("reset".to_owned(), |code| code.to_string());
-                format!("{} {what} {}", quantity(new(error), "time"), error.reason)
-            };
-            server_errors().filter(|error| new(error) > 0).map(text).collect()
-        };
-        self.first = None;
-        self.reported = server_errors().map(|e| ((e.code, e.reason), e.count)).collect();
-        texts
     }
 }
 
@@ -262,23 +205,5 @@ mod tests {
             events.extend(report.observe(usability, failures, 20, now).map(|event| (ms, event)));
         }
         assert_eq!(events, [(4_750, Began), (9_750, ended(6_000, 29))]);
-    }
-
-    #[test]
-    fn own_errors_are_summarised_and_those_of_an_outage_are_not_repeated() {
-        let (mut report, start) = (ErrorReport::default(), Instant::now());
-        let at = |s| start + Duration::from_secs(s);
-        let error = |code, reason, count| OwnErrorCount { code, reason, count };
-        let errors = |n| [error(Some(503), "no_upstream", n), error(Some(401), "unauthorized", 9)];
-        assert_eq!(report.observe(&errors(2), false, at(0)), [""; 0], "still collecting");
-        assert_eq!(report.observe(&errors(3), false, at(2)), ["3 times 503 no_upstream"]);
-        assert_eq!(report.observe(&errors(50), false, at(29)), [""; 0]);
-        assert_eq!(report.observe(&errors(60), false, at(32)), ["57 times 503 no_upstream"]);
-        assert_eq!(report.observe(&errors(65), false, at(69)), [""; 0]);
-        assert_eq!(report.observe(&errors(900), true, at(70)), [""; 0]);
-        assert_eq!(report.observe(&errors(900), false, at(110)), [""; 0]);
-        let reset = [error(None, "unreachable", 2)];
-        assert_eq!(report.observe(&reset, false, at(120)), [""; 0]);
-        assert_eq!(report.observe(&reset, false, at(122)), ["2 times reset unreachable"]);
     }
 }

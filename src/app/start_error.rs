@@ -1,6 +1,6 @@
 //! The error of a start or a reload, with advice for the operator.
 
-use std::fmt::{self, Display};
+use std::fmt::Display;
 use std::io;
 use std::net::SocketAddr;
 use std::path::Path;
@@ -8,7 +8,8 @@ use std::path::Path;
 use jackstay_net::tls::file_error::TlsFileError;
 
 /// Why the process cannot start, or cannot apply a configuration.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error("{message}{advice}")]
 pub struct StartError {
     message: String,
     /// What to do; empty if the message says it.
@@ -152,11 +153,3 @@ impl From<io::Error> for StartError {
         Self::machine(format!("cannot start: {error}"))
     }
 }
-
-impl Display for StartError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}{}", self.message, self.advice)
-    }
-}
-
-impl std::error::Error for StartError {}

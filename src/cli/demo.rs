@@ -58,7 +58,7 @@ pub struct DemoArgs {
     /// Inject only the first N of the 6 faults, after a baseline without a fault.
     #[arg(long, value_name = "N")]
     faults: Option<usize>,
-    /// Approximate duration of all faults in seconds [default: 60; all faults take at least 40].
+    /// Approximate duration of all faults in seconds [default: 45; all faults take at least 35].
     #[arg(long, value_name = "S", value_parser = clap::value_parser!(u64).range(1..=3600))]
     seconds: Option<u64>,
     /// Print only the result. `-o json` and `-o yaml` imply it.

@@ -5,8 +5,6 @@
 //! from does not write it at its end: the file is that of the other one. It contains keyed hashes of clients, and their
 //! key, but no name and no token. A file that is corrupt or of another upstream is reported and ignored.
 
-use std::error::Error;
-use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -45,40 +43,23 @@ pub struct SavedFloors {
 }
 
 /// Why a file of floors is ignored.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 pub enum FloorsError {
     /// It cannot be read.
-    Io(io::Error),
+    #[error("{0}")]
+    Io(#[source] io::Error),
     /// It does not have the form of such a file.
-    Malformed(serde_json::Error),
+    #[error("not a file of floors: {0}")]
+    Malformed(#[source] serde_json::Error),
     /// Its format has another version.
+    #[error("format version {0} is not supported")]
     OtherVersion(u64),
     /// It is the file of the upstream of this name.
+    #[error("the floors of another upstream, {0:?}")]
     OtherUpstream(String),
     /// The key in it is not 64 hexadecimal digits.
+    #[error("the key is not 64 hexadecimal digits")]
     Key,
-}
-
-impl fmt::Display for FloorsError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Io(error) => error.fmt(f),
-            Self::Malformed(error) => write!(f, "not a file of floors: {error}"),
-            Self::OtherVersion(version) => write!(f, "format version {version} is not supported"),
-            Self::OtherUpstream(name) => write!(f, "the floors of another upstream, {name:?}"),
-            Self::Key => f.write_str("the key is not 64 hexadecimal digits"),
-        }
-    }
-}
-
-impl Error for FloorsError {
-    fn source(&self) -> Option<&(dyn Error + 'static)> {
-        match self {
-            Self::Io(error) => Some(error),
-            Self::Malformed(error) => Some(error),
-            Self::OtherVersion(_) | Self::OtherUpstream(_) | Self::Key => None,
-        }
-    }
 }
 
 /// The form of the file.

@@ -25,8 +25,6 @@
 
 use std::cell::{Cell, RefCell};
 use std::convert::Infallible;
-use std::error::Error;
-use std::fmt;
 use std::future::pending;
 use std::pin::{Pin, pin};
 use std::rc::Rc;
@@ -53,40 +51,23 @@ const CLOCK_INTERVAL: Duration = Duration::from_secs(60);
 const BUSY_PAUSE: Duration = Duration::from_millis(250);
 
 /// Why the certificate of a client is not valid.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum Invalidity {
     /// It cannot be parsed.
-    Unreadable(X509Error),
+    #[error("{0}")]
+    Unreadable(#[source] X509Error),
     /// It expired at this time.
+    #[error("it expired on {}", Utc(*.0).seconds())]
     Expired(SystemTime),
     /// It is valid only from this time.
+    #[error("it is not valid before {}", Utc(*.0).seconds())]
     NotYetValid(SystemTime),
     /// The listener has no client CA any more.
+    #[error("client certificates are no longer accepted")]
     NoClientCa,
     /// Its chain is not valid under the client CA.
-    Chain(ChainError),
-}
-
-impl fmt::Display for Invalidity {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Unreadable(error) => error.fmt(f),
-            Self::Expired(time) => write!(f, "it expired on {}", Utc(*time).seconds()),
-            Self::NotYetValid(time) => write!(f, "it is not valid before {}", Utc(*time).seconds()),
-            Self::NoClientCa => f.write_str("client certificates are no longer accepted"),
-            Self::Chain(error) => error.fmt(f),
-        }
-    }
-}
-
-impl Error for Invalidity {
-    fn source(&self) -> Option<&(dyn Error + 'static)> {
-        match self {
-            Self::Unreadable(error) => Some(error),
-            Self::Chain(error) => Some(error),
-            Self::Expired(_) | Self::NotYetValid(_) | Self::NoClientCa => None,
-        }
-    }
+    #[error("{0}")]
+    Chain(#[source] ChainError),
 }
 
 /// The certificate that a client sent in its TLS handshake.

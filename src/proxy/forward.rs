@@ -211,8 +211,10 @@ impl ForwardedRequest {
         match refused {
             Refused::Error(error, refusal) => {
                 if error.code == StatusCode::INTERNAL_SERVER_ERROR {
-                    let (verb, reason) = (self.info.verb.as_str(), &error.message);
-                    tracing::error!(verb, reason, "defect of jackstay: the request is refused");
+                    let (upstream, verb) = (&self.upstream, self.info.verb.as_str());
+                    let name = &upstream.pool.upstream().name;
+                    let line = format!("upstream {name}: a request is refused");
+                    upstream.warnings.warn(&line, format_args!("{verb}: {}", error.message));
                 }
                 if let Some(refusal) = refusal {
                     self.upstream.metrics.retry_refused(refusal.as_str());

@@ -30,7 +30,7 @@ use crate::upstream::Upstream;
 use crate::upstream::connection::{Connection, Permit};
 use crate::upstream::pool::{Pool, WarmClasses};
 
-/// See [`UpstreamClient::floor_warnings`].
+/// See [`UpstreamClient::warnings`].
 const WARNING_INTERVAL: Duration = Duration::from_secs(60);
 
 /// How often a drain checks whether the client is still in use.
@@ -53,8 +53,8 @@ pub struct UpstreamClient {
     pub metrics: Arc<Metrics>,
     /// Limits the bytes of request bodies that all workers hold for retries.
     pub body_budget: Arc<ByteBudget>,
-    /// Warnings about version floors, at most one of a line in [`WARNING_INTERVAL`].
-    pub(super) floor_warnings: RateLimitedWarnings,
+    /// Warnings about version floors, and about defects; at most one of a line in [`WARNING_INTERVAL`].
+    pub(super) warnings: RateLimitedWarnings,
     /// The requests with tokens that no response has proven yet.
     pub(super) unproven_requests: Rc<UnprovenRequests>,
     /// The upgrades with such a token or none.
@@ -76,7 +76,7 @@ impl UpstreamClient {
             rejected_budget: RetryBudget::rejected(),
             rejecting: RefCell::default(),
             body_budget,
-            floor_warnings: RateLimitedWarnings::new(WARNING_INTERVAL),
+            warnings: RateLimitedWarnings::new(WARNING_INTERVAL),
             maintenance: None,
             metrics,
         }

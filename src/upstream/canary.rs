@@ -134,35 +134,25 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn share_is_withdrawn_when_the_newest_version_fails_and_returns_after_10_minutes() {
+    async fn withdrawn_share_is_in_the_status_and_no_request_takes_it() {
         let canary = Canary::default();
         let start = clock::now();
         let step = |at: u64, all: u64, errors: u64| {
             let endpoints = [endpoint("a", 37, all, errors), endpoint("b", 36, all * 9, 0)];
             canary.step(&endpoints, start + Duration::from_secs(at))
         };
-        // Errors before the first step do not count.
+        let state = || canary.status(share(10), start).unwrap().state;
         assert_eq!(step(0, 100, 100), None);
-        assert!(canary.next(share(100)));
-        assert_eq!(step(5, 110, 104), None);
+        assert!(canary.next(share(100)) && state() == "active");
         let Some(CanaryChange::Withdrawn(reason)) = step(10, 120, 106) else { panic!() };
-        assert_eq!(
-            reason,
-            "6 of 20 answers of 1.37 were 5xx in the last minute, and 0 of 180 of older versions"
-        );
         assert!(canary.is_withdrawn() && !canary.next(share(100)));
         let status = canary.status(share(10), start + Duration::from_secs(10)).unwrap();
         assert_eq!((status.state, status.version.as_deref()), ("withdrawn", Some("1.37")));
         assert_eq!((status.share.as_str(), status.reason), ("10%", Some(reason)));
-        assert_eq!(step(609, 120, 106), None);
         assert!(matches!(step(610, 120, 106), Some(CanaryChange::Restored(_))));
-        assert!(!canary.is_withdrawn());
-        // Errors of the time before do not count.
-        assert_eq!(step(615, 130, 106), None);
-        assert_eq!(canary.status(share(10), start).unwrap().state, "active");
-        // With one version there is no canary.
+        assert!(!canary.is_withdrawn() && canary.next(share(100)) && state() == "active");
         canary.step(&[endpoint("a", 37, 130, 106)], start);
-        assert_eq!(canary.status(share(10), start).unwrap().state, "waiting");
+        assert_eq!(state(), "waiting", "all have one version");
         assert_eq!(canary.status(Percent::ZERO, start), None);
     }
 }

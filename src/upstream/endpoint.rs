@@ -23,8 +23,6 @@ mod slow_start;
 mod statistics;
 mod version;
 
-use std::error::Error;
-use std::fmt;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -66,16 +64,9 @@ use crate::observe::events::{Change, EventKind};
 use crate::observe::{EndpointMetrics, Loss, OpenStreams, StateGauge};
 
 /// The name to verify is neither a DNS name nor an IP address.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("`{0}` cannot be verified in a certificate")]
 pub struct InvalidServerName(pub String);
-
-impl fmt::Display for InvalidServerName {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "`{}` cannot be verified in a certificate", self.0)
-    }
-}
-
-impl Error for InvalidServerName {}
 
 /// The key of the next endpoint.
 static NEXT_KEY: AtomicUsize = AtomicUsize::new(0);

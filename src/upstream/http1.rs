@@ -1,8 +1,7 @@
 //! Dedicated HTTP/1.1 connections for upgrades. Each is opened for one request; after the response it
 //! becomes a tunnel or is closed.
 
-use std::error::Error;
-use std::fmt;
+use std::error::Error as _;
 use std::future::pending;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -45,49 +44,33 @@ const MAX_FIELDS: usize = MAX_RESPONSE_HEAD / FIELD_OVERHEAD;
 pub type Tunnelled = TunnelStream<UpstreamStream>;
 
 /// Why a connection has failed.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 pub enum Http1Error {
     /// HTTP failed on it.
-    Hyper(hyper::Error),
+    #[error("{}", hyper_text(.0))]
+    Hyper(#[source] hyper::Error),
     /// Its flow is dead, for this reason.
+    #[error("{0}")]
     FlowDead(&'static str),
     /// Another connection to the endpoint was lost, so that no response can be expected.
+    #[error("{0}")]
     NoResponseExpected(String),
     /// The request got more than [`MAX_INTERIM_RESPONSES`] interim responses.
+    #[error("more than {MAX_INTERIM_RESPONSES} interim responses")]
     InterimResponses,
     /// Its task has panicked or was cancelled.
-    Task(JoinError),
+    #[error("{0}")]
+    Task(#[source] JoinError),
 }
 
-impl fmt::Display for Http1Error {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Hyper(error) if error.is_parse_too_large() => {
-                let size = MAX_RESPONSE_HEAD / 1024;
-                write!(f, "the head of the response is larger than {size} KiB")
-            }
-            // hyper does not print the cause.
-            Self::Hyper(error) => match error.source() {
-                Some(cause) => write!(f, "{error}: {cause}"),
-                None => error.fmt(f),
-            },
-            Self::FlowDead(reason) => f.write_str(reason),
-            Self::NoResponseExpected(reason) => f.write_str(reason),
-            Self::InterimResponses => {
-                write!(f, "more than {MAX_INTERIM_RESPONSES} interim responses")
-            }
-            Self::Task(error) => error.fmt(f),
-        }
+fn hyper_text(error: &hyper::Error) -> String {
+    if error.is_parse_too_large() {
+        return format!("the head of the response is larger than {} KiB", MAX_RESPONSE_HEAD / 1024);
     }
-}
-
-impl Error for Http1Error {
-    fn source(&self) -> Option<&(dyn Error + 'static)> {
-        match self {
-            Self::Hyper(error) => Some(error),
-            Self::Task(error) => Some(error),
-            Self::FlowDead(_) | Self::NoResponseExpected(_) | Self::InterimResponses => None,
-        }
+    // hyper does not print the cause.
+    match error.source() {
+        Some(cause) => format!("{error}: {cause}"),
+        None => error.to_string(),
     }
 }
 

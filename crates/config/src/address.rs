@@ -1,7 +1,5 @@
 //! Addresses of listeners, and addresses that collide.
 
-use std::error::Error;
-use std::fmt;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use jackstay_core::discovery::address::{
@@ -9,37 +7,20 @@ use jackstay_core::discovery::address::{
 };
 
 /// Why a text is not an address to listen on.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(super) enum BindError {
     /// It is not a host and a port.
-    HostPort(HostPortError),
+    #[error("{0}")]
+    HostPort(#[source] HostPortError),
     /// Its host is `localhost`, which means two addresses.
+    #[error(
+        "{} is a name; write its addresses: 127.0.0.1:{port} and \"[::1]:{port}\"",
+        quote(.text)
+    )]
     Localhost { text: String, port: u16 },
     /// Its host is not an IP address.
+    #[error("{} is not an IP address to listen on", quote(.host))]
     NotIp { host: String },
-}
-
-impl fmt::Display for BindError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::HostPort(error) => error.fmt(f),
-            Self::Localhost { text, port } => write!(
-                f,
-                "{} is a name; write its addresses: 127.0.0.1:{port} and \"[::1]:{port}\"",
-                quote(text)
-            ),
-            Self::NotIp { host } => write!(f, "{} is not an IP address to listen on", quote(host)),
-        }
-    }
-}
-
-impl Error for BindError {
-    fn source(&self) -> Option<&(dyn Error + 'static)> {
-        match self {
-            Self::HostPort(error) => Some(error),
-            Self::Localhost { .. } | Self::NotIp { .. } => None,
-        }
-    }
 }
 
 /// Reads an address to listen on: an IP address and a port; port 0 takes any free port.

@@ -1,11 +1,13 @@
 //! Matches the original destination of a redirected connection by its address or network, and
 //! optionally its port.
 
-use std::error::Error;
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
 
 use jackstay_core::discovery::address::{HostPortError, quote, split_host_port};
+
+/// Correct texts, for messages.
+const EXAMPLES: &str = "10.0.0.5:6443, \"[fd00::5]:6443\" or 10.0.0.0/24";
 
 /// A set of original destinations of redirected connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -19,15 +21,19 @@ pub struct Destination {
 }
 
 /// Why a text is not a [`Destination`].
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum DestinationError {
     /// It is neither an IP address nor a network, and not an address and a port.
-    HostPort(HostPortError),
+    #[error("{0}")]
+    HostPort(#[source] HostPortError),
     /// The text after the slash is not a number of 8 bits.
+    #[error("{} has no valid prefix length: write it as {EXAMPLES}", quote(.0))]
     InvalidPrefix(String),
     /// The prefix has more bits than the address.
+    #[error("{} has a prefix that is too long: write it as {EXAMPLES}", quote(.0))]
     PrefixTooLong(String),
     /// The address has bits beyond the prefix.
+    #[error("{} has bits beyond its prefix: {network}/{prefix}?", quote(.text))]
     BitsBeyondPrefix {
         /// The text.
         text: String,
@@ -37,39 +43,11 @@ pub enum DestinationError {
         prefix: u8,
     },
     /// The host is not an IP address.
+    #[error("{} has no IP address: write it as {EXAMPLES}", quote(.0))]
     NoIp(String),
     /// The port is 0.
+    #[error("{} has port 0, which accepts no connections: write it as {EXAMPLES}", quote(.0))]
     PortZero(String),
-}
-
-impl fmt::Display for DestinationError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (text, mistake) = match self {
-            Self::HostPort(error) => return error.fmt(f),
-            Self::BitsBeyondPrefix { text, network, prefix } => {
-                return write!(
-                    f,
-                    "{} has bits beyond its prefix: {network}/{prefix}?",
-                    quote(text)
-                );
-            }
-            Self::InvalidPrefix(text) => (text, "has no valid prefix length"),
-            Self::PrefixTooLong(text) => (text, "has a prefix that is too long"),
-            Self::NoIp(text) => (text, "has no IP address"),
-            Self::PortZero(text) => (text, "has port 0, which accepts no connections"),
-        };
-        let text = quote(text);
-        write!(f, "{text} {mistake}: write it as 10.0.0.5:6443, \"[fd00::5]:6443\" or 10.0.0.0/24")
-    }
-}
-
-impl Error for DestinationError {
-    fn source(&self) -> Option<&(dyn Error + 'static)> {
-        match self {
-            Self::HostPort(error) => Some(error),
-            _ => None,
-        }
-    }
 }
 
 impl Destination {

@@ -2,7 +2,6 @@
 //!
 //! A DNS name is rejected: names belong in `endpoints`, where they are resolved.
 
-use std::error::Error;
 use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -24,24 +23,14 @@ pub fn read(path: &Path) -> Result<String, EndpointsFileError> {
 }
 
 /// Why the file of endpoints cannot be read.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error("{path}: {error}")]
 pub struct EndpointsFileError {
     /// Its path.
     pub path: PathBuf,
     /// What the file system returns, or that the file is too large or not text.
+    #[source]
     pub error: io::Error,
-}
-
-impl fmt::Display for EndpointsFileError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}: {}", self.path.display(), self.error)
-    }
-}
-
-impl Error for EndpointsFileError {
-    fn source(&self) -> Option<&(dyn Error + 'static)> {
-        Some(&self.error)
-    }
 }
 
 /// Parses the text of the file. The reason for a rejected line names its number.

@@ -1,7 +1,6 @@
 //! Durations and sizes with units: `250ms`, `1m30s`, `64KiB`. A number without a unit is refused,
 //! because its author may have meant another unit.
 
-use std::error::Error;
 use std::fmt::{self, Write as _};
 use std::time::Duration;
 
@@ -69,20 +68,25 @@ impl Quantity {
 }
 
 /// Why a text is not a quantity with a unit.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum UnitError {
     /// It does not consist of numbers and units of the quantity, the largest unit first.
+    #[error("{} is not a {}: write it as {}", quote(.1), .0.as_str(), .0.examples())]
     Malformed(Quantity, String),
     /// Its last number has no unit.
+    #[error("the {} {} has no unit: write it as {}", .0.as_str(), quote(.1), .0.examples())]
     NoUnit(Quantity, String),
     /// It exceeds 64 bits.
+    #[error("the {} {} is too large", .0.as_str(), quote(.1))]
     TooLarge(Quantity, String),
     /// It is not within the limits.
-    OutOfRange(OutOfRange),
+    #[error("{0}")]
+    OutOfRange(#[from] OutOfRange),
 }
 
 /// A value that is not within its limits.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{text} is out of range: {low} to {high}")]
 pub struct OutOfRange {
     /// The value as written.
     pub text: String,
@@ -90,48 +94,6 @@ pub struct OutOfRange {
     pub low: String,
     /// The upper limit.
     pub high: String,
-}
-
-impl fmt::Display for OutOfRange {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} is out of range: {} to {}", self.text, self.low, self.high)
-    }
-}
-
-impl Error for OutOfRange {}
-
-impl fmt::Display for UnitError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Malformed(quantity, text) => {
-                let (name, examples) = (quantity.as_str(), quantity.examples());
-                write!(f, "{} is not a {name}: write it as {examples}", quote(text))
-            }
-            Self::NoUnit(quantity, text) => {
-                let (name, examples) = (quantity.as_str(), quantity.examples());
-                write!(f, "the {name} {} has no unit: write it as {examples}", quote(text))
-            }
-            Self::TooLarge(quantity, text) => {
-                write!(f, "the {} {} is too large", quantity.as_str(), quote(text))
-            }
-            Self::OutOfRange(error) => error.fmt(f),
-        }
-    }
-}
-
-impl Error for UnitError {
-    fn source(&self) -> Option<&(dyn Error + 'static)> {
-        match self {
-            Self::OutOfRange(error) => Some(error),
-            _ => None,
-        }
-    }
-}
-
-impl From<OutOfRange> for UnitError {
-    fn from(error: OutOfRange) -> Self {
-        Self::OutOfRange(error)
-    }
 }
 
 /// Units of time in nanoseconds, largest first.

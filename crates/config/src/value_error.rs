@@ -1,16 +1,15 @@
 //! Why the text of a key is not a valid value.
 
 use std::borrow::Cow;
-use std::error::Error;
-use std::fmt;
 
 use jackstay_core::discovery::address::quote;
 use jackstay_core::request::path_prefix::PathPrefixError;
 
 /// Why a text is not a valid value of its key.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ValueError {
     /// It is not of the expected form.
+    #[error("{} is not {expected}", quote(.text))]
     Not {
         /// The text.
         text: String,
@@ -18,18 +17,33 @@ pub enum ValueError {
         expected: Cow<'static, str>,
     },
     /// It is empty and must name a file.
+    #[error("is required: the path of a file")]
     NoFile,
     /// It has a NUL byte, so it cannot be a path.
+    #[error("{} cannot be a path", quote(.0))]
     NulInPath(String),
     /// The list has it already.
+    #[error("{} appears twice", quote(.0))]
     Duplicate(String),
     /// A server name for which connections are routed is an IP address.
+    #[error(
+        "{} is an IP address: no client sends one as server name (RFC 6066); connections without one use the \
+         listener's upstream",
+        quote(.0)
+    )]
     RouteOfIp(String),
     /// A server name of connections that are passed through is an IP address.
+    #[error(
+        "{} is an IP address: no client sends one as server name (RFC 6066); write a DNS name in the \
+         apiservers' certificates",
+        quote(.0)
+    )]
     PassedThroughIp(String),
     /// A path prefix is no path that clients send.
+    #[error("{} {error}", quote(.0), error = .1)]
     PathPrefix(String, PathPrefixError),
     /// The name in the certificates of apiservers is neither a DNS name nor an IP address.
+    #[error("{} is neither a DNS name nor an IP address", quote(.0))]
     InvalidServerName(String),
 }
 
@@ -39,32 +53,3 @@ impl ValueError {
         Self::Not { text: text.to_owned(), expected: expected.into() }
     }
 }
-
-impl fmt::Display for ValueError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Not { text, expected } => write!(f, "{} is not {expected}", quote(text)),
-            Self::NoFile => f.write_str("is required: the path of a file"),
-            Self::NulInPath(text) => write!(f, "{} cannot be a path", quote(text)),
-            Self::Duplicate(text) => write!(f, "{} appears twice", quote(text)),
-            Self::RouteOfIp(text) => write!(
-                f,
-                "{} is an IP address: no client sends one as server name (RFC 6066); \
-                 connections without one use the listener's upstream",
-                quote(text)
-            ),
-            Self::PassedThroughIp(text) => write!(
-                f,
-                "{} is an IP address: no client sends one as server name (RFC 6066); write a DNS name in the \
-                 apiservers' certificates",
-                quote(text)
-            ),
-            Self::PathPrefix(text, error) => write!(f, "{} {error}", quote(text)),
-            Self::InvalidServerName(text) => {
-                write!(f, "{} is neither a DNS name nor an IP address", quote(text))
-            }
-        }
-    }
-}
-
-impl Error for ValueError {}

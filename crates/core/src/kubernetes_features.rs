@@ -4,8 +4,6 @@
 //! `kubernetes_build_info` (component-base, `metrics/prometheus/feature` and `metrics/version`). Metrics are ordered by
 //! their names, and those of requests, which come first, may be many megabytes.
 
-use std::error::Error;
-use std::fmt;
 use std::hash::{DefaultHasher, Hasher as _};
 use std::mem;
 
@@ -60,16 +58,9 @@ impl ManagedFieldsOptOut {
 }
 
 /// The metrics name no feature gate.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("no feature gates (kubernetes_feature_enabled)")]
 pub struct NoFeatures;
-
-impl fmt::Display for NoFeatures {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("no feature gates (kubernetes_feature_enabled)")
-    }
-}
-
-impl Error for NoFeatures {}
 
 /// Reads the response of `/metrics`, piece by piece.
 #[derive(Debug, Default)]

@@ -1,6 +1,5 @@
 //! Versions of Kubernetes: what an apiserver reports at `/version`, and what a client says in its User-Agent.
 
-use std::error::Error;
 use std::fmt;
 
 use serde_json::Value;
@@ -69,39 +68,27 @@ impl fmt::Display for MinorVersion {
 }
 
 /// Why a response of `/version` names no version.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum VersionError {
     /// It is longer than the limit.
+    #[error("/version is longer than {MAX_RESPONSE} bytes")]
     TooLong,
     /// It is not JSON.
+    #[error("/version is not JSON")]
     NotJson,
     /// It has no `gitVersion`.
+    #[error("/version has no gitVersion")]
     NoGitVersion,
     /// Its `gitVersion` is empty, too long, or has characters that are not visible ASCII.
+    #[error("gitVersion of /version is not a text of 1 to {MAX_GIT_VERSION} visible characters")]
     GitVersion,
     /// Neither `major` and `minor` nor the beginning of `gitVersion` are numbers.
+    #[error("major and minor of /version are not numbers")]
     Numbers,
     /// Its status is not 200 but this one.
+    #[error("/version answers {0}")]
     Status(u16),
 }
-
-impl fmt::Display for VersionError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::TooLong => write!(f, "/version is longer than {MAX_RESPONSE} bytes"),
-            Self::NotJson => f.write_str("/version is not JSON"),
-            Self::NoGitVersion => f.write_str("/version has no gitVersion"),
-            Self::GitVersion => write!(
-                f,
-                "gitVersion of /version is not a text of 1 to {MAX_GIT_VERSION} visible characters"
-            ),
-            Self::Numbers => f.write_str("major and minor of /version are not numbers"),
-            Self::Status(status) => write!(f, "/version answers {status}"),
-        }
-    }
-}
-
-impl Error for VersionError {}
 
 /// The version that an apiserver reports.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -1,6 +1,6 @@
-//! Total outages: no endpoint of an upstream is usable. Who looks at one:
+//! Total outages: no endpoint of an upstream is usable. An outage is used by three parts:
 //!
-//! | who | it begins | it ends |
+//! | part | it begins | it ends |
 //! |---|---|---|
 //! | each worker, for the watches that it holds ([`Outage`]) | at once | by the table below |
 //! | the log and the events ([`report`]) | after 0.75 s, so that a lost connection is none | when an endpoint has been usable for 0.75 s |

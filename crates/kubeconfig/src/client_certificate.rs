@@ -4,7 +4,6 @@
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
-use crate::model::{AuthInfo, Cluster, Kubeconfig};
 use jackstay_config::{IdentitySource, KubeconfigUser};
 use jackstay_net::tls::file_error::TlsFileError;
 use jackstay_net::tls::pem_files::{self, LoadedCert, cert_from_pem};
@@ -13,6 +12,7 @@ use zeroize::Zeroizing;
 
 use super::credential::{PemSource, UserCredentials};
 use super::file::{KubeconfigFile, MAX_KUBECONFIG};
+use crate::model::{AuthInfo, Cluster, Kubeconfig};
 
 /// Reads the certificate of an identity and its key.
 ///

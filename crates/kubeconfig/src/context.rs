@@ -1,10 +1,7 @@
 //! The cluster and the user of one context.
 
 use std::collections::BTreeMap;
-use std::error::Error;
-use std::fmt;
 
-use crate::model::{AuthInfo, Cluster, Kubeconfig};
 use http::uri::Authority;
 use jackstay_core::discovery::address::tls_name;
 use jackstay_core::request::path_prefix::{PathPrefix, PathPrefixError};
@@ -15,17 +12,22 @@ use super::file::{context_names, find_cluster};
 use super::original::{copy_rewritten_fields, recorded_original};
 use super::sent_authority::sent_authority;
 use super::server_url::{ServerUrl, ServerUrlError, without_user};
+use crate::model::{AuthInfo, Cluster, Kubeconfig};
 
 /// Why a context cannot be used.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ContextError {
     /// No context is chosen and there is no current one; these exist.
+    #[error("no current-context: choose one with --context ({})", existing(.0))]
     NoCurrent(Vec<String>),
     /// There is no context of that name; these exist.
+    #[error("no context {0:?} ({existing})", existing = existing(.1))]
     Unknown(String, Vec<String>),
     /// The context names no cluster.
+    #[error("context {0:?} names no cluster")]
     NoCluster(String),
     /// The context names a cluster that does not exist.
+    #[error("context {context:?}: no cluster {cluster:?}")]
     UnknownCluster {
         /// The context.
         context: String,
@@ -33,8 +35,10 @@ pub enum ContextError {
         cluster: String,
     },
     /// The cluster cannot be used.
-    Cluster(String, ClusterError),
+    #[error("cluster {0:?}: {1}")]
+    Cluster(String, #[source] ClusterError),
     /// The context names a user that does not exist.
+    #[error("context {context:?}: no user {user:?}")]
     UnknownUser {
         /// The context.
         context: String,
@@ -42,8 +46,10 @@ pub enum ContextError {
         user: String,
     },
     /// The credential of the user cannot be used.
-    User(String, CredentialError),
+    #[error("user {0:?}: {1}")]
+    User(String, #[source] CredentialError),
     /// A value in an entry has a wrong type. [`super::KubeconfigFile::mistake`] says which.
+    #[error("{list}: the entry {name:?} has a value of a wrong type")]
     Broken {
         /// The list of the entry.
         list: &'static str,
@@ -53,79 +59,32 @@ pub enum ContextError {
 }
 
 /// Why a cluster cannot be used.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ClusterError {
     /// It names no server.
+    #[error("has no server")]
     NoServer,
     /// Its server cannot be used.
-    Server(ServerUrlError),
+    #[error("{0}")]
+    Server(#[source] ServerUrlError),
     /// The path of its server cannot be used.
-    Path(PathPrefixError),
+    #[error("the path of server {0}")]
+    Path(#[source] PathPrefixError),
     /// Its CA is not base64.
-    Ca(CredentialError),
+    #[error("{0}")]
+    Ca(#[source] CredentialError),
     /// It has a CA and is not to be verified.
+    #[error(
+        "has a certificate-authority and insecure-skip-tls-verify, and kubectl refuses both together: remove one"
+    )]
     InsecureWithCa,
 }
 
-impl fmt::Display for ContextError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let known = |names: &[String]| match names {
-            [] => "there are no contexts".to_owned(),
-            names => format!("contexts: {}", names.join(", ")),
-        };
-        match self {
-            Self::NoCurrent(names) => {
-                write!(f, "no current-context: choose one with --context ({})", known(names))
-            }
-            Self::Unknown(context, names) => write!(f, "no context {context:?} ({})", known(names)),
-            Self::NoCluster(context) => write!(f, "context {context:?} names no cluster"),
-            Self::UnknownCluster { context, cluster } => {
-                write!(f, "context {context:?}: no cluster {cluster:?}")
-            }
-            Self::Cluster(cluster, error) => write!(f, "cluster {cluster:?}: {error}"),
-            Self::UnknownUser { context, user } => {
-                write!(f, "context {context:?}: no user {user:?}")
-            }
-            Self::User(user, error) => write!(f, "user {user:?}: {error}"),
-            Self::Broken { list, name } => {
-                write!(f, "{list}: the entry {name:?} has a value of a wrong type")
-            }
-        }
-    }
-}
-
-impl Error for ContextError {
-    fn source(&self) -> Option<&(dyn Error + 'static)> {
-        match self {
-            Self::Cluster(_, error) => Some(error),
-            Self::User(_, error) => Some(error),
-            _ => None,
-        }
-    }
-}
-
-impl fmt::Display for ClusterError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::NoServer => f.write_str("has no server"),
-            Self::Server(error) => error.fmt(f),
-            Self::Path(error) => write!(f, "the path of server {error}"),
-            Self::Ca(error) => error.fmt(f),
-            Self::InsecureWithCa => f.write_str(
-                "has a certificate-authority and insecure-skip-tls-verify, and kubectl refuses both together: remove one",
-            ),
-        }
-    }
-}
-
-impl Error for ClusterError {
-    fn source(&self) -> Option<&(dyn Error + 'static)> {
-        match self {
-            Self::NoServer | Self::InsecureWithCa => None,
-            Self::Server(error) => Some(error),
-            Self::Path(error) => Some(error),
-            Self::Ca(error) => Some(error),
-        }
+/// The names of the contexts that exist, for messages.
+fn existing(names: &[String]) -> String {
+    match names {
+        [] => "there are no contexts".to_owned(),
+        names => format!("contexts: {}", names.join(", ")),
     }
 }
 

@@ -1,10 +1,8 @@
 //! The credential of a user: a client certificate, a bearer token, or a plugin that returns one.
 
-use std::error::Error;
 use std::fmt;
 use std::path::PathBuf;
 
-use crate::model::{AuthInfo, Cluster, Secret};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use jackstay_net::tls::pem_files::MAX_PEM_FILE;
@@ -13,40 +11,27 @@ use zeroize::Zeroizing;
 
 use super::error::KubeconfigError;
 use super::exec::ExecPlugin;
+use crate::model::{AuthInfo, Cluster, Secret};
 
 /// Why the credential of a user, or the CA of a cluster, cannot be read from a kubeconfig.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum CredentialError {
     /// The value of `KEY-data` is not base64; this is `KEY`.
+    #[error("{0}-data is not base64")]
     NotBase64(&'static str),
     /// The value of `KEY-data` is PEM, not its Base64; this is `KEY`.
+    #[error("{0}-data is PEM: it must hold the Base64 of it (base64 -w 0 FILE), or {0} the file")]
     PemText(&'static str),
     /// There is a client certificate without its key.
+    #[error("has a client-certificate without a client-key")]
     NoKey,
     /// There is a client key without its certificate.
+    #[error("has a client-key without a client-certificate")]
     NoCertificate,
     /// The exec plugin has no command.
+    #[error("exec names no command")]
     NoCommand,
 }
-
-impl fmt::Display for CredentialError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::NotBase64(key) => return write!(f, "{key}-data is not base64"),
-            Self::PemText(key) => {
-                return write!(
-                    f,
-                    "{key}-data is PEM: it must hold the Base64 of it (base64 -w 0 FILE), or {key} the file"
-                );
-            }
-            Self::NoKey => "has a client-certificate without a client-key",
-            Self::NoCertificate => "has a client-key without a client-certificate",
-            Self::NoCommand => "exec names no command",
-        })
-    }
-}
-
-impl Error for CredentialError {}
 
 /// PEM data, or the file that holds it.
 #[derive(Clone, PartialEq, Eq)]

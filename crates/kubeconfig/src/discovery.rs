@@ -7,7 +7,6 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-use crate::model::{AuthInfo, Cluster, Kubeconfig};
 use http::HeaderValue;
 use jackstay_net::tls::pem_files::{self, LoadedCert};
 use jackstay_sys::files;
@@ -19,6 +18,7 @@ use super::discovery_error::{
 use super::{
     KubeconfigError, KubeconfigFile, MAX_KUBECONFIG, PemSource, TokenSource, UserCredentials,
 };
+use crate::model::{AuthInfo, Cluster, Kubeconfig};
 
 /// The credential for discovery.
 #[derive(Debug)]

@@ -7,13 +7,13 @@ use std::fmt;
 use std::io::{ErrorKind, Read};
 use std::path::{Path, PathBuf};
 
-use crate::model::{Cluster, Kubeconfig};
 use serde::Serialize;
 use zeroize::Zeroizing;
 
 use super::error::{ContentError, KubeconfigError, Unwritable};
 use super::original::{record_original, recorded_configuration, recorded_original};
 use super::parse::{EntryMistake, ParsedKubeconfig, decode, parse};
+use crate::model::{Cluster, Kubeconfig};
 
 /// Maximum size of a kubeconfig in bytes: room for the certificates of a few thousand clusters.
 pub const MAX_KUBECONFIG: u64 = 16 << 20;

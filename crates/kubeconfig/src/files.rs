@@ -10,15 +10,12 @@
 //! the first file that contains it. Relative paths in a file are relative to its directory (client-go,
 //! `tools/clientcmd/loader.go`).
 
-use std::error::Error;
-use std::fmt;
 use std::path::{Path, PathBuf};
-
-use crate::model::Kubeconfig;
 
 use super::context::{ContextError, ResolvedContext};
 use super::error::{ContentError, KubeconfigError};
 use super::file::{KubeconfigFile, find_cluster};
+use crate::model::Kubeconfig;
 
 /// The places that name kubeconfig files: the command line, `$KUBECONFIG` and the home directory.
 #[derive(Debug, Clone, Default)]
@@ -177,30 +174,14 @@ impl KubeconfigFiles {
 }
 
 /// Why a context of the kubeconfig files cannot be used.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 pub enum ResolveError {
     /// A file cannot be used.
-    File(KubeconfigError),
+    #[error("{0}")]
+    File(#[source] KubeconfigError),
     /// The context cannot be used.
-    Context(ContextError),
-}
-
-impl fmt::Display for ResolveError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::File(error) => error.fmt(f),
-            Self::Context(error) => error.fmt(f),
-        }
-    }
-}
-
-impl Error for ResolveError {
-    fn source(&self) -> Option<&(dyn Error + 'static)> {
-        match self {
-            Self::File(error) => Some(error),
-            Self::Context(error) => Some(error),
-        }
-    }
+    #[error("{0}")]
+    Context(#[source] ContextError),
 }
 
 #[cfg(test)]

@@ -11,7 +11,6 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
-use crate::model::{Kubeconfig, NamedAuthInfo, NamedCluster, NamedContext};
 use jackstay_config::describe_yaml_error;
 use serde::de::{DeserializeOwned, Deserializer, MapAccess, SeqAccess, Visitor};
 use serde::{Deserialize, de};
@@ -20,6 +19,7 @@ use serde_saphyr::options::DuplicateKeyPolicy;
 use serde_saphyr::{Error as YamlError, Options, Spanned};
 
 use super::error::ContentError;
+use crate::model::{Kubeconfig, NamedAuthInfo, NamedCluster, NamedContext};
 
 /// Maximum number of YAML events to which all aliases of a file expand, so that aliases of aliases do not
 /// exhaust the memory.

@@ -1,6 +1,5 @@
 //! The URL of an apiserver in a kubeconfig.
 
-use std::error::Error;
 use std::fmt;
 
 use jackstay_core::discovery::address::{normal_host, parse_ip, quote, split_zone};
@@ -18,7 +17,8 @@ pub struct ServerUrl {
 
 /// Why the `server` of a cluster is not an https URL that jackstay can use. A user in it is not part of the text, because
 /// a password may follow.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("server {} {}", quote(.0), .1.as_str())]
 pub struct ServerUrlError(pub String, pub ServerUrlMistake);
 
 /// A mistake in the URL of a server.
@@ -75,14 +75,6 @@ impl ServerUrlMistake {
         }
     }
 }
-
-impl fmt::Display for ServerUrlError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "server {} {}", quote(&self.0), self.1.as_str())
-    }
-}
-
-impl Error for ServerUrlError {}
 
 impl ServerUrl {
     /// Parses an https URL as client-go does (`rest.DefaultServerURL`, `net/url`): the scheme has no case, an empty port

@@ -1,7 +1,6 @@
 //! HTTP client of the admin endpoint, over TCP or over its Unix socket: `status`, `probe`, `doctor`
 //! and `demo` use it.
 
-use std::error::Error;
 use std::fmt;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -58,19 +57,12 @@ impl From<SocketAddr> for TcpAddress {
 }
 
 /// A text is not an address that can be connected to without a DNS lookup.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "write an IP address and a port, as in 127.0.0.1:9643 or [::1]:9643, or localhost:9643; other names are \
+     not looked up"
+)]
 pub struct TcpAddressError;
-
-impl fmt::Display for TcpAddressError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(
-            "write an IP address and a port, as in 127.0.0.1:9643 or [::1]:9643, or localhost:9643; \
-             other names are not looked up",
-        )
-    }
-}
-
-impl Error for TcpAddressError {}
 
 impl FromStr for TcpAddress {
     type Err = TcpAddressError;

@@ -1,9 +1,7 @@
 //! Options that several commands share (`--config`, `-o`), exit codes, and the capabilities of the
 //! terminal.
 
-use std::error::Error;
 use std::ffi::OsStr;
-use std::fmt;
 use std::io::{self, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -47,24 +45,15 @@ pub fn parse_flag_duration(text: &str) -> Result<Duration, UnitError> {
 }
 
 /// Why the value of a flag is not an accepted duration.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum DurationFlagError {
     /// It is not a duration.
+    #[error("{0}")]
     Unit(UnitError),
     /// It is not within the limits of the flag, which this text names.
+    #[error("{0}")]
     OutsideLimits(&'static str),
 }
-
-impl fmt::Display for DurationFlagError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Unit(error) => error.fmt(f),
-            Self::OutsideLimits(limits) => f.write_str(limits),
-        }
-    }
-}
-
-impl Error for DurationFlagError {}
 
 /// The `-o` option of commands that print a result.
 #[derive(Debug, Clone, Copy, Args)]

@@ -1,35 +1,17 @@
 //! Commands to systemd.
 
-use std::error::Error;
-use std::fmt;
 use std::io;
 use std::process::{Command, Stdio};
 
 /// A failed command.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 pub enum CommandError {
     /// It could not be started.
-    Start(String, io::Error),
+    #[error("cannot run `{0}`: {1}")]
+    Start(String, #[source] io::Error),
     /// It failed; the text is its output.
+    #[error("`{0}` failed: {1}")]
     Failed(String, String),
-}
-
-impl fmt::Display for CommandError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Start(command, error) => write!(f, "cannot run `{command}`: {error}"),
-            Self::Failed(command, output) => write!(f, "`{command}` failed: {output}"),
-        }
-    }
-}
-
-impl Error for CommandError {
-    fn source(&self) -> Option<&(dyn Error + 'static)> {
-        match self {
-            Self::Start(_, error) => Some(error),
-            Self::Failed(..) => None,
-        }
-    }
 }
 
 /// What the installation needs of a service manager; tests have one of their own.

@@ -91,29 +91,18 @@ pub fn remove_incomplete(path: &Path) {
 }
 
 /// Why a text is not a bearer token. Nothing of the text is in it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum TokenError {
     /// It is empty, or only white space.
+    #[error("it is empty")]
     Empty,
     /// It is longer than the limit.
+    #[error("a token of more than {MAX_TOKEN} bytes")]
     TooLong,
     /// It has a character that a header value cannot contain (RFC 9110 section 5.5).
+    #[error("it holds a line break or another character that no header may hold")]
     Character,
 }
-
-impl fmt::Display for TokenError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Empty => f.write_str("it is empty"),
-            Self::TooLong => write!(f, "a token of more than {MAX_TOKEN} bytes"),
-            Self::Character => {
-                f.write_str("it holds a line break or another character that no header may hold")
-            }
-        }
-    }
-}
-
-impl Error for TokenError {}
 
 /// Why there is no bearer token in a file.
 #[derive(Debug)]

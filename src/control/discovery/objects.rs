@@ -157,8 +157,8 @@ fn insert_bounded(
 
 /// Name, version and content of an object; `None` if it does not belong to [`SERVICE`] in the namespace
 /// `default`. The watch selects the objects of that Service, so only a faulty server sends others.
-fn read_object(object: Value, deleted: bool) -> Option<(String, StoredObject)> {
-    let metadata = &object["metadata"];
+fn read_object(mut object: Value, deleted: bool) -> Option<(String, StoredObject)> {
+    let metadata = object.as_object_mut()?.remove("metadata")?;
     let name = metadata["name"].as_str()?.to_owned();
     let service = metadata["labels"][SERVICE_LABEL].as_str();
     let is_of_service = service.map_or(name == SERVICE, |service| service == SERVICE);

@@ -26,7 +26,7 @@ use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
 use super::objects::{ObjectStore, WatchedResource};
-use super::requests::{MAX_BYTES, PooledRequests, RequestError, Requests};
+use super::requests::{MAX_BYTES, PooledRequests, RequestError, Requests, ResponseChunks};
 use super::source_states::SourceStates;
 use super::watch_events::{WatchEvent, WatchEvents, version_of, whole_body};
 use crate::control::file_watch::{FileWatch, poll_ticks};
@@ -44,9 +44,14 @@ const RELIST_AFTER: u32 = 3;
 const STABLE_AFTER: Duration = Duration::from_secs(60);
 /// Largest page of a list, as in client-go. The Service `kubernetes` normally has one object.
 const PAGE: usize = 500;
-/// After this time the apiserver ends a watch, in seconds, and the next one continues: client-go asks for 5 to 10 minutes.
-const WATCH_SECONDS: u32 = 290;
-/// Largest text of an apiserver in an error, in bytes.
+/// After this time the apiserver ends a watch, and the next one continues: client-go asks for 5 to 10 minutes.
+const WATCH_TIMEOUT: Duration = Duration::from_secs(290);
+/// A watch without an event is left this long after its apiserver should have ended it: a proxy on the path may have lost
+/// it, and still answer PINGs.
+const WATCH_GRACE: Duration = Duration::from_secs(5);
+/// Limit for the body of a refusal, which is read only for its message.
+const REFUSAL_TIMEOUT: Duration = Duration::from_secs(5);
+/// Longest text of an apiserver in an error, in characters.
 const MAX_MESSAGE: usize = 256;
 
 /// Watches with the credential of the kubeconfig at `path`, and loads that again after each change,
@@ -55,7 +60,7 @@ pub async fn follow(path: PathBuf, states: Rc<SourceStates>) {
     let upstream = Arc::clone(states.upstream());
     let mut files = FileWatch::unread(vec![path.clone()]);
     let mut user: Option<DiscoveryUser> = None;
-    // The tasks of the connections and of the watch, which are replaced when the token changes.
+    // The task of the watch and its connections, which is replaced when the token changes.
     let mut tasks = JoinSet::new();
     let mut ticks = poll_ticks();
     loop {
@@ -72,8 +77,14 @@ pub async fn follow(path: PathBuf, states: Rc<SourceStates>) {
                     if !same_token || tasks.is_empty() {
                         tasks.abort_all();
                         let (requests, pool) = PooledRequests::new(&upstream, new.token.clone());
-                        tasks.spawn_local(pool);
-                        tasks.spawn_local(watch_forever(requests, Rc::clone(&states)));
+                        let watch = watch_forever(requests, Rc::clone(&states));
+                        // One task: neither goes on without the other.
+                        tasks.spawn_local(async move {
+                            tokio::select! {
+                                () = pool => {}
+                                () = watch => {}
+                            }
+                        });
                     }
                     user = Some(new);
                 }
@@ -95,12 +106,19 @@ pub async fn follow(path: PathBuf, states: Rc<SourceStates>) {
 async fn watch_forever(requests: impl Requests, states: Rc<SourceStates>) {
     let mut backoff = RETRIES;
     loop {
+        // Before the list, which may show a history that is lost meanwhile.
+        let restore = states.upstream().restores.recognised_notice();
         let list = timeout(LIST_TIMEOUT, list_first(&requests)).await;
         match list.unwrap_or(Err(ListError::TimedOut)) {
             Ok(list) => {
                 let resource = list.resource;
                 tracing::info!(upstream = &*states.upstream().name, %resource, "watching endpoints");
-                watch(&requests, list, &states, &mut backoff).await;
+                let watch = watch(&requests, list, &states, &mut backoff);
+                tokio::select! {
+                    () = watch => {}
+                    // The version from which the watch would continue is one of the lost history.
+                    () = states.upstream().restores.recognised_after(restore) => {}
+                }
             }
             Err(error) => {
                 backoff.failed();
@@ -161,9 +179,7 @@ async fn list_first(requests: &impl Requests) -> Result<List, ListError> {
     let mut reasons = Vec::new();
     for resource in WatchedResource::ALL {
         match list(requests, resource).await {
-            Err(ListError::Refused(status, message))
-                if matches!(status, StatusCode::FORBIDDEN | StatusCode::NOT_FOUND) =>
-            {
+            Err(ListError::Refused(StatusCode::FORBIDDEN | StatusCode::NOT_FOUND, message)) => {
                 reasons.push((resource, message));
             }
             listed => return listed,
@@ -178,18 +194,20 @@ async fn list(requests: &impl Requests, resource: WatchedResource) -> Result<Lis
     let (mut target, mut objects, mut size) = (first.clone(), Vec::new(), 0);
     loop {
         let (status, body) = requests.get(&target, false).await.map_err(ListError::Request)?;
-        let body = whole_body(body).await.map_err(ListError::Request)?;
         if !status.is_success() {
-            return Err(ListError::Refused(status, message_of(&body)));
+            return Err(ListError::Refused(status, message_of(body).await));
         }
+        let body = whole_body(body).await.map_err(ListError::Request)?;
         size += body.len();
         if size > MAX_BYTES {
             return Err(ListError::Request(format!("a list of more than {MAX_BYTES} bytes")));
         }
         let mut page: Value = serde_json::from_slice(&body)
             .map_err(|error| ListError::Request(format!("a list is not valid: {error}")))?;
-        if let Some(Value::Array(items)) = page.get_mut("items").map(Value::take) {
-            objects.extend(items);
+        match page.get_mut("items").map(Value::take) {
+            Some(Value::Array(items)) => objects.extend(items),
+            Some(Value::Null) => {}
+            _ => return Err(ListError::Request("a response that is no list".to_owned())),
         }
         match page["metadata"]["continue"].as_str().unwrap_or_default() {
             "" => {
@@ -205,13 +223,18 @@ async fn list(requests: &impl Requests, resource: WatchedResource) -> Result<Lis
     }
 }
 
-/// The text of a `Status`, or else the beginning of the body, in one line.
-fn message_of(body: &[u8]) -> String {
-    let status: Value = serde_json::from_slice(body).unwrap_or_default();
-    let message = status["message"].as_str().map(str::to_owned);
-    let mut message = message.unwrap_or_else(|| String::from_utf8_lossy(body).into_owned());
-    message.truncate(message.floor_char_boundary(MAX_MESSAGE));
-    message.replace(char::is_control, " ")
+/// The text of a refusal: of its `Status`, or else the beginning of the body; empty if it does not arrive.
+async fn message_of(body: impl ResponseChunks) -> String {
+    let body = timeout(REFUSAL_TIMEOUT, whole_body(body)).await;
+    let body = body.ok().and_then(Result::ok).unwrap_or_default();
+    let status: Value = serde_json::from_slice(&body).unwrap_or_default();
+    one_line(status["message"].as_str().unwrap_or(&String::from_utf8_lossy(&body)))
+}
+
+/// The beginning of a text of an apiserver, for an error.
+fn one_line(text: &str) -> String {
+    let printable = |c: char| if c.is_control() { ' ' } else { c };
+    text.chars().take(MAX_MESSAGE).map(printable).collect()
 }
 
 /// Why a watch has failed.
@@ -234,8 +257,6 @@ async fn watch(requests: &impl Requests, list: List, states: &SourceStates, back
     let mut store = ObjectStore::new(resource, objects, &version);
     states.update(EndpointSource::Slices, store.endpoints());
     let mut last_failure = clock::now();
-    let upstream = states.upstream();
-    let restore = upstream.restores.recognised_notice();
     loop {
         let on_event = |event| {
             if clock::elapsed(last_failure) > STABLE_AFTER
@@ -252,11 +273,7 @@ async fn watch(requests: &impl Requests, list: List, states: &SourceStates, back
                 states.update(EndpointSource::Slices, store.endpoints());
             }
         };
-        let followed = tokio::select! {
-            followed = follow_events(requests, resource, &mut version, on_event) => followed,
-            // The version from which the watch would continue is one of the lost history.
-            () = upstream.restores.recognised_after(restore) => return,
-        };
+        let followed = follow_events(requests, resource, &mut version, on_event).await;
         let Err(error) = followed else { continue };
         if clock::elapsed(last_failure) > STABLE_AFTER {
             backoff.reset();
@@ -283,30 +300,35 @@ async fn follow_events(
 ) -> Result<(), WatchError> {
     let from = utf8_percent_encode(version, NON_ALPHANUMERIC);
     let target = format!(
-        "{}&watch=true&resourceVersion={from}&timeoutSeconds={WATCH_SECONDS}&allowWatchBookmarks=true",
-        resource.target()
+        "{}&watch=true&resourceVersion={from}&timeoutSeconds={}&allowWatchBookmarks=true",
+        resource.target(),
+        WATCH_TIMEOUT.as_secs()
     );
     let (status, body) = requests.get(&target, true).await?;
     if !status.is_success() {
-        let message = refused(status, &message_of(&whole_body(body).await?));
+        let message = refused(status, &message_of(body).await);
         return Err(WatchError { message, needs_list: matches!(status.as_u16(), 403 | 404 | 410) });
     }
     let mut events = WatchEvents::new(body);
-    while let Some(event) = events.next().await {
+    loop {
+        let Ok(Some(event)) = timeout(WATCH_TIMEOUT + WATCH_GRACE, events.next()).await else {
+            return Ok(());
+        };
         match event? {
             WatchEvent::Error { code, message } => {
-                let message = format!("the watch ended with {code}: {message}");
+                let message = format!("the watch ended with {code}: {}", one_line(&message));
                 return Err(WatchError { message, needs_list: matches!(code, 404 | 410) });
             }
             event => {
-                if let Some(reached) = event.version() {
-                    *version = reached;
-                }
+                let Some(reached) = event.version() else {
+                    let message = "an object without a resourceVersion".to_owned();
+                    return Err(WatchError { message, needs_list: true });
+                };
+                *version = reached;
                 on_event(event);
             }
         }
     }
-    Ok(())
 }
 
 #[cfg(test)]

@@ -5,8 +5,6 @@
 //! written only while one of its endpoints is usable. A file that is corrupt, of another upstream or
 //! empty is reported and ignored.
 
-use std::error::Error;
-use std::fmt;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -35,69 +33,37 @@ pub struct SavedState {
 }
 
 /// Why a state file is not used.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 pub enum StateFileError {
     /// It cannot be read.
-    Io(io::Error),
+    #[error("{0}")]
+    Io(#[source] io::Error),
     /// It is too large, or not text.
-    NotText(io::Error),
+    #[error("not a state file: {0}; the file is ignored")]
+    NotText(#[source] io::Error),
     /// Its content is ignored.
-    Content(StateContentError),
+    #[error("{0}; the file is ignored")]
+    Content(#[source] StateContentError),
 }
 
 /// Why the content of a state file is ignored.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 pub enum StateContentError {
     /// It is not JSON.
-    NotJson(serde_json::Error),
+    #[error("not a state file: {0}")]
+    NotJson(#[source] serde_json::Error),
     /// It has no version.
+    #[error("not a state file: no version")]
     NoVersion,
     /// Its format has another version.
+    #[error("format version {0} is not supported")]
     OtherVersion(u64),
     /// It is the file of another upstream; the JSON value of its name.
+    #[error("the endpoints of another upstream, {0}")]
     OtherUpstream(Value),
     /// It has no usable endpoint.
+    #[error("no usable endpoint in it")]
     Empty,
-}
-
-impl fmt::Display for StateFileError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Io(error) => error.fmt(f),
-            Self::NotText(error) => write!(f, "not a state file: {error}; the file is ignored"),
-            Self::Content(error) => write!(f, "{error}; the file is ignored"),
-        }
-    }
-}
-
-impl Error for StateFileError {
-    fn source(&self) -> Option<&(dyn Error + 'static)> {
-        Some(match self {
-            Self::Io(error) | Self::NotText(error) => error,
-            Self::Content(error) => error,
-        })
-    }
-}
-
-impl fmt::Display for StateContentError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::NotJson(error) => write!(f, "not a state file: {error}"),
-            Self::NoVersion => f.write_str("not a state file: no version"),
-            Self::OtherVersion(version) => write!(f, "format version {version} is not supported"),
-            Self::OtherUpstream(name) => write!(f, "the endpoints of another upstream, {name}"),
-            Self::Empty => f.write_str("no usable endpoint in it"),
-        }
-    }
-}
-
-impl Error for StateContentError {
-    fn source(&self) -> Option<&(dyn Error + 'static)> {
-        match self {
-            Self::NotJson(error) => Some(error),
-            _ => None,
-        }
-    }
 }
 
 /// The path of the state file of `upstream`. The name of an upstream is a valid file name.

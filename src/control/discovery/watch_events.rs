@@ -36,6 +36,11 @@ impl WatchEvent {
                 code: object["code"].as_u64().unwrap_or(0),
                 message: object["message"].as_str().unwrap_or_default().to_owned(),
             },
+            // An apiserver may write the status of an error as it is.
+            _ if event["kind"] == "Status" => Self::Error {
+                code: event["code"].as_u64().unwrap_or(0),
+                message: event["message"].as_str().unwrap_or_default().to_owned(),
+            },
             _ => return Err(invalid("it has an unknown type".to_owned())),
         })
     }
@@ -50,9 +55,10 @@ impl WatchEvent {
     }
 }
 
-/// The `resourceVersion` of an object or a list.
+/// The `resourceVersion` of an object or a list; `None` if it has none.
 pub fn version_of(object: &Value) -> Option<String> {
-    object["metadata"]["resourceVersion"].as_str().map(str::to_owned)
+    let version = object["metadata"]["resourceVersion"].as_str();
+    version.filter(|version| !version.is_empty()).map(str::to_owned)
 }
 
 /// The events of one response body.
@@ -72,10 +78,10 @@ impl<B: ResponseChunks> WatchEvents<B> {
         Self { body, buffer: Vec::new(), read: 0, searched: 0 }
     }
 
-    /// The next event; `None` if the body ends between two events.
+    /// The next event; `None` at the end of the body. An event that is not complete then comes again in the next watch.
     ///
     /// # Errors
-    /// The body ends within an event, or an event is longer than [`MAX_BYTES`] or no valid one.
+    /// The connection was lost within an event, or an event is longer than [`MAX_BYTES`] or no valid one.
     pub async fn next(&mut self) -> Option<Result<WatchEvent, RequestError>> {
         loop {
             let is_end = |byte: &u8| *byte == b'\n';
@@ -96,8 +102,11 @@ impl<B: ResponseChunks> WatchEvents<B> {
                 }
                 Some(Ok(data)) => self.buffer.extend_from_slice(&data),
                 Some(Err(error)) => return Some(Err(error)),
-                None if self.buffer.is_empty() => return None,
-                None => return Some(Err("the watch ended within an event".to_owned())),
+                None => {
+                    let rest = std::mem::take(&mut self.buffer);
+                    self.searched = 0;
+                    return WatchEvent::parse(&rest).ok().map(Ok);
+                }
             }
         }
     }
@@ -179,11 +188,10 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn body_that_ends_within_an_event_or_has_no_valid_one_is_an_error() {
+    async fn event_that_is_not_valid_or_too_long_is_an_error() {
         let long = "x".repeat(MAX_BYTES);
         for (texts, expected) in [
-            (&["{\"type\":\"ADD"][..], "ended within an event"),
-            (&["garbage\n"], "not valid: expected value"),
+            (&["garbage\n"][..], "not valid: expected value"),
             (&["{\"type\":\"NEW\",\"object\":{}}\n"], "unknown type"),
             (&["7\n"], "unknown type"),
             (&[&long, "x"], "more than 8388608 bytes"),
@@ -193,6 +201,12 @@ mod tests {
             assert!(error.contains(expected), "{error}");
         }
         assert_eq!(events(&[]).await, []);
+        assert_eq!(events(&["{\"type\":\"ADD"]).await, [], "it comes again in the next watch");
+        let deleted = WatchEvent::Deleted(json!({}));
+        assert_eq!(events(&["{\"type\":\"DELETED\",\"object\":{}}"]).await, [Ok(deleted)]);
+        let status = WatchEvent::Error { code: 500, message: "etcd".to_owned() };
+        let line = "{\"kind\":\"Status\",\"code\":500,\"message\":\"etcd\"}\n";
+        assert_eq!(events(&[line]).await, [Ok(status)]);
         assert_eq!(whole_body(parts(&["a", "b"])).await.unwrap(), b"ab");
         assert!(whole_body(parts(&[&long, "x"])).await.is_err());
     }

@@ -20,7 +20,7 @@ pub const READ_PROMISE: Duration = Duration::from_millis(600);
 /// measured stalls of the machine are added.
 pub const TOLERANCE: u32 = 2;
 /// Approximate duration of all steps at scale 1.
-pub const USUAL_DURATION: Duration = Duration::from_secs(60);
+pub const USUAL_DURATION: Duration = Duration::from_secs(45);
 /// Time in which requests may finish during a graceful shutdown.
 const GRACE: Duration = Duration::from_secs(2);
 /// The proxy must use a recovered apiserver within this time.

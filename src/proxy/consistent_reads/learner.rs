@@ -142,7 +142,7 @@ pub(super) fn lower_floors(floor: &Floor, reached: u64, client: &UpstreamClient)
     }
     if before > reached {
         client.metrics.version_floor("reset");
-        client.floor_warnings.warn(
+        client.warnings.warn(
             &format!("upstream {name}: version floor of {resource} lowered"),
             format_args!(
                 "a client has seen version {before}, and the newest ready apiserver is at {reached}; \

@@ -186,7 +186,7 @@ impl RequestVersions {
         let floor = self.floor_to_raise(info, client.pool.upstream())?;
         let oldest = self
             .enforced(read)
-            .and_then(|floor| read.oldest(head.status, &floor.cache_of(endpoint)))
+            .and_then(|floor| read.oldest(head.status, || floor.cache_of(endpoint)))
             .map(|version| Box::new(OldestList { version, client: Rc::clone(client) }));
         let (is_list, endpoint) = (self.form.is_list(), Arc::clone(endpoint));
         let learner = VersionLearner { body, floor, is_list, endpoint, shows, oldest };

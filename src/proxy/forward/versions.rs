@@ -35,6 +35,9 @@ impl ForwardedRequest {
     fn with_floor(&self, endpoint: &Arc<Endpoint>, attempts: &mut Attempts) -> Option<Request<()>> {
         let read = attempts.read_mut()?;
         let floor = self.resource_versions.as_ref()?.enforced(read)?;
+        if floor.record.has_reached(endpoint, read.needed()?) {
+            return None;
+        }
         let cache = floor.cache_of(endpoint);
         let asked = read.ask(&cache)?;
         let head = read.form().head(&self.head, asked, (cache.server, &floor.record.name))?;

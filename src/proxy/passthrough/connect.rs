@@ -13,7 +13,6 @@
 //! Linux repeats a lost SYN after 1.02 s. So an endpoint that is the only one in the best state is tried
 //! a second time before the others.
 
-use std::error::Error;
 use std::fmt;
 use std::io;
 use std::net::SocketAddr;
@@ -45,16 +44,9 @@ const STATE_CHECK: Duration = Duration::from_millis(50);
 pub type Connected = (TcpStream, Arc<Endpoint>);
 
 /// Why there is no connection to an upstream: the failures of all attempts, of which the last ones are shown.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error("{}", connect_race::joined(.0))]
 pub struct Unreachable(Vec<AttemptFailure>);
-
-impl fmt::Display for Unreachable {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&connect_race::joined(&self.0))
-    }
-}
-
-impl Error for Unreachable {}
 
 /// Why one attempt failed, or all of them ended.
 #[derive(Debug)]

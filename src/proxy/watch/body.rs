@@ -327,7 +327,11 @@ impl WatchBody {
         let (input_name, state) = (input.name(), self.relay.session().state_name());
         let effect = self.relay.session_mut().step(input, clock::now());
         if matches!(effect, SessionEffect::End(_, NotResumable::InternalError)) {
-            tracing::error!(input = input_name, state, cause, "defect of jackstay: the watch ends");
+            let upstream = &self.context.upstream;
+            let name = &upstream.pool.upstream().name;
+            let line = format!("upstream {name}: a watch ends because of a defect of jackstay");
+            let detail = format_args!("input {input_name} in state {state}: {cause}");
+            upstream.warnings.warn(&line, detail);
         }
         self.execute(effect, cause);
     }

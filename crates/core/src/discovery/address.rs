@@ -1,6 +1,5 @@
 //! Addresses of apiservers: host and port.
 
-use std::error::Error;
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
@@ -10,7 +9,8 @@ const MAX_QUOTE: usize = 80;
 const LOCALHOST: &str = "localhost";
 
 /// Why a text is not a host and a port.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{} {}: write it as {example}", quote(.text), .mistake.as_str())]
 pub struct HostPortError {
     /// The text.
     pub text: String,
@@ -54,66 +54,30 @@ impl HostPortMistake {
     }
 }
 
-impl fmt::Display for HostPortError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} {}: write it as {}", quote(&self.text), self.mistake.as_str(), self.example)
-    }
-}
-
-impl Error for HostPortError {}
-
 /// Why a text is not the address of an apiserver.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum AddressError {
     /// It is not a host and a port.
-    HostPort(HostPortError),
+    #[error("{0}")]
+    HostPort(#[from] HostPortError),
     /// Its port is 0.
+    #[error("{} has port 0, which accepts no connections", quote(.text))]
     PortZero {
         /// The text.
         text: String,
     },
     /// Its IP address is unspecified, a multicast address or the broadcast address.
+    #[error("{} cannot be the address of an apiserver", quote(.text))]
     NotUnicast {
         /// The text.
         text: String,
     },
     /// Its host is neither an IP address nor a DNS name.
+    #[error("{} is neither an IP address nor a DNS name", quote(.host))]
     InvalidHost {
         /// The host.
         host: String,
     },
-}
-
-impl fmt::Display for AddressError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::HostPort(error) => error.fmt(f),
-            Self::PortZero { text } => {
-                write!(f, "{} has port 0, which accepts no connections", quote(text))
-            }
-            Self::NotUnicast { text } => {
-                write!(f, "{} cannot be the address of an apiserver", quote(text))
-            }
-            Self::InvalidHost { host } => {
-                write!(f, "{} is neither an IP address nor a DNS name", quote(host))
-            }
-        }
-    }
-}
-
-impl Error for AddressError {
-    fn source(&self) -> Option<&(dyn Error + 'static)> {
-        match self {
-            Self::HostPort(error) => Some(error),
-            _ => None,
-        }
-    }
-}
-
-impl From<HostPortError> for AddressError {
-    fn from(error: HostPortError) -> Self {
-        Self::HostPort(error)
-    }
 }
 
 /// Address of an apiserver.

@@ -3,9 +3,10 @@
 //! A client with one connection to one kube-apiserver reads from one watch cache, which only moves forward. jackstay
 //! sends each request to any endpoint, and the caches of the endpoints lag behind etcd by different times. So it
 //! remembers for each client (a proven subject or token) and resource the highest version that the client has seen, the
-//! *floor* ([`FloorVersions`]), and how far the cache of each endpoint has come ([`EndpointCache`]). An endpoint that is known to have reached the floor is preferred and gets
-//! the request unchanged. So does one whose most-recent list of a built-in resource has shown the floor, if the request
-//! is a list: its version is compared with the floor before it is forwarded. For any other endpoint:
+//! *floor* ([`FloorVersions`]), and how far the cache of each endpoint has come ([`EndpointCache`]). An endpoint that
+//! is known to have reached the floor is preferred and gets the request unchanged. So does one whose most-recent list
+//! of a built-in resource has shown the floor, if the request is a list: its version is compared with the floor before
+//! it is forwarded. For any other endpoint:
 //!
 //! | request | what jackstay sends | what the client may conclude |
 //! |---|---|---|

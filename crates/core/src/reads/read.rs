@@ -164,9 +164,9 @@ impl ConsistentRead {
 
     /// The oldest version that a list with this status may have which was not compared before its head is forwarded; `None`
     /// if it needs no comparison.
-    pub fn oldest(&self, status: StatusCode, cache: &EndpointCache) -> Option<u64> {
+    pub fn oldest(&self, status: StatusCode, cache: impl FnOnce() -> EndpointCache) -> Option<u64> {
         let compares = self.compares(status) && self.compared.is_none();
-        compares.then(|| self.form.asked(self.floor, cache.lists).version())
+        compares.then(|| self.form.asked(self.floor, cache().lists).version())
     }
 
     /// The version of a list that was compared, and is not older.
@@ -301,18 +301,18 @@ mod tests {
         assert_eq!(read.not_reached(7, false), SendOriginal);
         assert_eq!((read.needed(), read.ask(&cache(0, 0)), read.at_start()), (None, None, None));
         assert!(!read.compares(StatusCode::OK) && read.has_floor());
-        assert_eq!(read.oldest(StatusCode::OK, &cache(0, 0)), None);
+        assert_eq!(read.oldest(StatusCode::OK, || cache(0, 0)), None);
     }
 
     #[test]
     fn list_is_compared_with_what_would_be_asked() {
         let (old, at) = (StatusCode::NOT_FOUND, cache(0, 20));
         let mut read = read(AnyList);
-        assert_eq!(read.oldest(old, &at), None);
-        assert_eq!(read.oldest(StatusCode::OK, &at), Some(15));
+        assert_eq!(read.oldest(old, || at), None);
+        assert_eq!(read.oldest(StatusCode::OK, || at), Some(15));
         assert!(read.is_older(14, &at) && read.compared().is_none());
         assert!(!read.is_older(15, &at));
-        assert_eq!((read.compared(), read.oldest(StatusCode::OK, &at)), (Some(15), None));
+        assert_eq!((read.compared(), read.oldest(StatusCode::OK, || at)), (Some(15), None));
         // The list of a server that reads lists from etcd need not have the version of a list.
         let etcd = EndpointCache { lists: ListOrigin::Etcd, ..at };
         assert!(!read.is_older(12, &etcd) && read.is_older(11, &etcd));

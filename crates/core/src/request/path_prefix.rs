@@ -6,7 +6,6 @@
 //! encode it as Go does.
 
 use std::borrow::Cow;
-use std::error::Error;
 use std::fmt::{self, Write as _};
 
 use super::query::unescape_path;
@@ -20,35 +19,24 @@ pub struct PathPrefix {
 }
 
 /// Why a text is no path prefix.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum PathPrefixError {
     /// It does not begin with a slash.
+    #[error("must begin with a slash, such as /k8s/clusters/c-1")]
     NoSlash,
     /// It has a query or a fragment.
+    #[error("must be a path without a query or a fragment")]
     Query,
     /// An escape such as `%2` is incomplete, or what it encodes is no UTF-8.
+    #[error("has an invalid percent-encoding")]
     Escape,
     /// It has a character that no path contains.
+    #[error("has a space or a control character")]
     Character,
     /// It has a segment `.` or `..`.
+    #[error("has a segment . or .., which clients resolve: write the path that it leads to")]
     DotSegment,
 }
-
-impl fmt::Display for PathPrefixError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::NoSlash => "must begin with a slash, such as /k8s/clusters/c-1",
-            Self::Query => "must be a path without a query or a fragment",
-            Self::Escape => "has an invalid percent-encoding",
-            Self::Character => "has a space or a control character",
-            Self::DotSegment => {
-                "has a segment . or .., which clients resolve: write the path that it leads to"
-            }
-        })
-    }
-}
-
-impl Error for PathPrefixError {}
 
 impl PathPrefix {
     /// Parses a prefix. Slashes at the end and repeated ones are removed, as clients do.

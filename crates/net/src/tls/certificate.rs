@@ -1,6 +1,5 @@
 //! The subject, the validity and the serial of an X.509 certificate.
 
-use std::error::Error;
 use std::fmt::{self, Write as _};
 use std::path::Path;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -35,33 +34,24 @@ const OID_KUBERNETES_UID: &str = "1.3.6.1.4.1.57683.2";
 const OID_RFC4519_UID: &str = "0.9.2342.19200300.100.1.1";
 
 /// Why a DER certificate cannot be used.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum X509Error {
     /// It is not an X.509 certificate.
+    #[error("not an X.509 certificate")]
     NotX509,
     /// Bytes follow the certificate.
+    #[error("bytes after the end of the certificate")]
     TrailingBytes,
     /// A name has a string type that Go does not read.
+    #[error("a name in it has the unsupported type {0}")]
     NameType(Tag),
     /// A name is not valid text of its string type.
+    #[error("a name in it is not valid text of its type")]
     NameText,
     /// Its subject alternative names cannot be parsed.
+    #[error("its subject alternative names cannot be read")]
     AltNames,
 }
-
-impl fmt::Display for X509Error {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::NotX509 => "not an X.509 certificate",
-            Self::TrailingBytes => "bytes after the end of the certificate",
-            Self::NameType(tag) => return write!(f, "a name in it has the unsupported type {tag}"),
-            Self::NameText => "a name in it is not valid text of its type",
-            Self::AltNames => "its subject alternative names cannot be read",
-        })
-    }
-}
-
-impl Error for X509Error {}
 
 /// The subject of a certificate as kube-apiserver reads it. Equal subjects are the same user with the same
 /// groups and the same UID.

@@ -17,8 +17,6 @@
 mod verification_queue;
 
 use std::collections::{HashMap, VecDeque};
-use std::error::Error;
-use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -131,46 +129,33 @@ impl ClientCa {
 }
 
 /// Why a client chain is not valid.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum ChainError {
     /// It has no certificate.
+    #[error("no certificate")]
     Empty,
     /// One of its certificates cannot be parsed.
+    #[error("certificate {position} of its chain: {error}")]
     Unparsable {
         /// The position in the chain; the leaf is 1.
         position: usize,
         /// Why.
+        #[source]
         error: X509Error,
     },
     /// The verifier refuses it.
-    Refused(rustls::Error),
+    #[error("{}", refusal_text(.0))]
+    Refused(#[source] rustls::Error),
     /// The verification did not end.
+    #[error("its verification failed: {0}")]
     Interrupted(String),
 }
 
-impl fmt::Display for ChainError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Empty => f.write_str("no certificate"),
-            Self::Unparsable { position, error } => {
-                write!(f, "certificate {position} of its chain: {error}")
-            }
-            Self::Refused(error) => match CertificateRefusal::of_error(error) {
-                Some(refusal) => f.write_str(&refusal.about_it()),
-                None => f.write_str(&tls_error::describe(error)),
-            },
-            Self::Interrupted(why) => write!(f, "its verification failed: {why}"),
-        }
-    }
-}
-
-impl Error for ChainError {
-    fn source(&self) -> Option<&(dyn Error + 'static)> {
-        match self {
-            Self::Unparsable { error, .. } => Some(error),
-            Self::Refused(error) => Some(error),
-            Self::Empty | Self::Interrupted(_) => None,
-        }
+/// Describes why the verifier refuses a chain.
+fn refusal_text(error: &rustls::Error) -> String {
+    match CertificateRefusal::of_error(error) {
+        Some(refusal) => refusal.about_it(),
+        None => tls_error::describe(error),
     }
 }
 

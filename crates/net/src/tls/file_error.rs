@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 use jackstay_config::describe_io_error;
 
 /// Why a certificate, key or CA file cannot be used. Its text names the file.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{message}")]
 pub struct TlsFileError {
     /// Path of the file.
     pub path: PathBuf,
@@ -55,11 +56,3 @@ impl TlsFileError {
         Self { path: path.to_owned(), problem, message }
     }
 }
-
-impl fmt::Display for TlsFileError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.message)
-    }
-}
-
-impl std::error::Error for TlsFileError {}

@@ -9,8 +9,6 @@
 //! with `tls.issuer` still does that: [`renew_if_due`].
 
 use std::collections::HashSet;
-use std::error::Error;
-use std::fmt;
 use std::io;
 use std::net::{IpAddr, Ipv6Addr};
 use std::path::{Path, PathBuf};
@@ -40,83 +38,44 @@ const LIFETIME: Duration = Duration::from_secs(365 * 24 * 3600);
 const MAX_COMMON_NAME: usize = 64;
 
 /// Why the local CA cannot be used, or a certificate cannot be issued or renewed.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 pub enum LocalCaError {
     /// A certificate or key file cannot be used.
-    File(TlsFileError),
+    #[error("{0}")]
+    File(#[from] TlsFileError),
     /// The certificate in this file is not that of a CA.
+    #[error("{0}: is not the certificate of a CA")]
     NotCa(PathBuf),
     /// The key in this file cannot sign.
-    Key(PathBuf, rcgen::Error),
+    #[error("{0}: cannot sign with this key: {1}")]
+    Key(PathBuf, #[source] rcgen::Error),
     /// The certificate of the CA in this file cannot issue others.
-    Issuer(PathBuf, rcgen::Error),
+    #[error("{0}: {1}")]
+    Issuer(PathBuf, #[source] rcgen::Error),
     /// The CA of this subject has expired.
+    #[error("the local CA ({0}) has expired")]
     Expired(Subject),
     /// The text cannot be a DNS name in a certificate.
+    #[error("{0:?} cannot stand in a certificate: it is neither a DNS name nor an IP address")]
     Name(String),
     /// A key cannot be generated, or a certificate cannot be signed.
-    Generate(rcgen::Error),
+    #[error("{0}")]
+    Generate(#[source] rcgen::Error),
     /// The names in the certificate of this file cannot be read.
-    AltNames(PathBuf, X509Error),
+    #[error("{0}: {1}")]
+    AltNames(PathBuf, #[source] X509Error),
     /// The key of the certificate in this file is in another file, so that both cannot be replaced in one step.
+    #[error("{0}: cannot be renewed: its key is in another file")]
     SeparateKey(PathBuf),
     /// A generated certificate is not valid PEM.
-    Pem(pem::Error),
+    #[error("{0}")]
+    Pem(#[source] pem::Error),
     /// A certificate cannot be read.
-    Certificate(X509Error),
+    #[error("{0}")]
+    Certificate(#[source] X509Error),
     /// The file cannot be replaced.
-    Replace(PathBuf, io::Error),
-}
-
-impl fmt::Display for LocalCaError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::File(error) => error.fmt(f),
-            Self::NotCa(file) => write!(f, "{}: is not the certificate of a CA", file.display()),
-            Self::Key(file, error) => {
-                write!(f, "{}: cannot sign with this key: {error}", file.display())
-            }
-            Self::Issuer(file, error) => write!(f, "{}: {error}", file.display()),
-            Self::Expired(subject) => write!(f, "the local CA ({subject}) has expired"),
-            Self::Name(name) => {
-                write!(
-                    f,
-                    "{name:?} cannot stand in a certificate: it is neither a DNS name nor an IP address"
-                )
-            }
-            Self::Generate(error) => error.fmt(f),
-            Self::AltNames(file, error) => write!(f, "{}: {error}", file.display()),
-            Self::SeparateKey(file) => {
-                write!(f, "{}: cannot be renewed: its key is in another file", file.display())
-            }
-            Self::Pem(error) => error.fmt(f),
-            Self::Certificate(error) => error.fmt(f),
-            Self::Replace(file, error) => {
-                write!(f, "cannot replace {}: {error}", file.display())
-            }
-        }
-    }
-}
-
-impl Error for LocalCaError {
-    fn source(&self) -> Option<&(dyn Error + 'static)> {
-        Some(match self {
-            Self::File(error) => error,
-            Self::Key(_, error) | Self::Issuer(_, error) | Self::Generate(error) => error,
-            Self::AltNames(_, error) | Self::Certificate(error) => error,
-            Self::Pem(error) => error,
-            Self::Replace(_, error) => error,
-            Self::NotCa(_) | Self::Expired(_) | Self::Name(_) | Self::SeparateKey(_) => {
-                return None;
-            }
-        })
-    }
-}
-
-impl From<TlsFileError> for LocalCaError {
-    fn from(error: TlsFileError) -> Self {
-        Self::File(error)
-    }
+    #[error("cannot replace {0}: {1}")]
+    Replace(PathBuf, #[source] io::Error),
 }
 
 /// A new certificate and its key.

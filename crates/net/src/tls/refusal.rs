@@ -1,14 +1,13 @@
 //! Why a certificate is refused, in one sentence that names the certificate, the reason and the remedy. `kubeconfig`,
 //! `check`, `doctor`, `status`, the log and the responses use the same sentence.
 
-use std::error;
-use std::fmt;
 use std::sync::Arc;
 
 use rustls::{CertificateError, Error, OtherError};
 
 /// Why a certificate is refused.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{certificate} {reason}: {remedy}")]
 pub struct CertificateRefusal {
     /// For programs.
     pub kind: RefusalKind,
@@ -86,14 +85,6 @@ impl CertificateRefusal {
         }
     }
 }
-
-impl fmt::Display for CertificateRefusal {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} {}: {}", self.certificate, self.reason, self.remedy)
-    }
-}
-
-impl error::Error for CertificateRefusal {}
 
 impl From<CertificateRefusal> for Error {
     fn from(refusal: CertificateRefusal) -> Self {

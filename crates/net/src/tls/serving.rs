@@ -6,8 +6,6 @@
 //! reason; so does one of X.509 version 1, which webpki does not read. Only a chain above the limits of [`client_chain`] fails the handshake, with the alert
 //! `certificate_unknown`.
 
-use std::error;
-use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -239,16 +237,9 @@ pub(super) fn server_config(certificate: &LoadedCert, ca: Option<&ClientCa>) -> 
 }
 
 /// The error of a handshake with a client chain above a limit of [`client_chain`].
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
 struct ChainLimitError(String);
-
-impl fmt::Display for ChainLimitError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl error::Error for ChainLimitError {}
 
 /// The text of a [`ChainLimitError`], if `error` is a handshake that failed with it.
 pub fn chain_limit_error(error: &std::io::Error) -> Option<String> {

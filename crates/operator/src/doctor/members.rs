@@ -1,8 +1,6 @@
 //! Requests the addresses of a cluster's apiservers: from the `EndpointSlices` of the Service
 //! `default/kubernetes`, which the apiservers maintain, or from its `Endpoints` if there are no slices.
 
-use std::error::Error;
-use std::fmt;
 use std::net::{IpAddr, SocketAddr};
 
 use http::StatusCode;
@@ -24,53 +22,41 @@ const OBJECTS: [(&str, Reader); 2] = [
 ];
 
 /// Why the addresses of a cluster's apiservers are not known.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum MembersError {
     /// There is no connection to the apiserver; the text is that of the failure.
+    #[error("{0}")]
     NoConnection(String),
     /// The apiserver did not respond in time.
+    #[error("the apiserver did not respond")]
     NoResponse,
     /// There is no credential for the request.
+    #[error("there is no credential for the request")]
     NoCredential,
     /// The request failed; the text is that of the HTTP/2 error.
+    #[error("{0}")]
     Request(String),
     /// The response contains no address.
+    #[error("the response contains no address")]
     Empty,
     /// The apiserver does not accept the credential.
+    #[error("the apiserver does not accept the credential (401)")]
     Unauthorized,
     /// The user may not list the objects.
+    #[error("the user may not list the EndpointSlices of the namespace default (403)")]
     Forbidden,
     /// The apiserver responds with another status.
+    #[error("the apiserver responds with {0}")]
     Status(u16),
     /// The server has the API below this path, which the apiservers do not serve.
+    #[error(
+        "those that it names do not serve the path {0} of the server, so they are no endpoints"
+    )]
     BelowPath(String),
     /// They were not requested, for this reason.
+    #[error("{0}")]
     NotRequested(String),
 }
-
-impl fmt::Display for MembersError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::NoConnection(why) | Self::Request(why) | Self::NotRequested(why) => {
-                f.write_str(why)
-            }
-            Self::BelowPath(path) => write!(
-                f,
-                "those that it names do not serve the path {path} of the server, so they are no endpoints"
-            ),
-            Self::NoResponse => f.write_str("the apiserver did not respond"),
-            Self::NoCredential => f.write_str("there is no credential for the request"),
-            Self::Empty => f.write_str("the response contains no address"),
-            Self::Unauthorized => f.write_str("the apiserver does not accept the credential (401)"),
-            Self::Forbidden => f.write_str(
-                "the user may not list the EndpointSlices of the namespace default (403)",
-            ),
-            Self::Status(status) => write!(f, "the apiserver responds with {status}"),
-        }
-    }
-}
-
-impl Error for MembersError {}
 
 /// Requests the addresses over an open connection.
 ///

@@ -5,7 +5,6 @@
 //! kubectl verifies it. The others, and servers whose certificate is not accepted, get a request for `/version`
 //! without a credential.
 
-use std::error::Error;
 use std::fmt;
 use std::io;
 use std::net::SocketAddr;
@@ -70,36 +69,14 @@ pub struct Survey {
 }
 
 /// Why no survey is possible.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 pub enum SurveyError {
     /// An apiserver cannot be examined.
-    Target(TargetError),
+    #[error("{0}")]
+    Target(#[from] TargetError),
     /// The tokio runtime cannot be created.
-    Runtime(io::Error),
-}
-
-impl fmt::Display for SurveyError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Target(error) => error.fmt(f),
-            Self::Runtime(error) => error.fmt(f),
-        }
-    }
-}
-
-impl Error for SurveyError {
-    fn source(&self) -> Option<&(dyn Error + 'static)> {
-        Some(match self {
-            Self::Target(error) => error,
-            Self::Runtime(error) => error,
-        })
-    }
-}
-
-impl From<TargetError> for SurveyError {
-    fn from(error: TargetError) -> Self {
-        Self::Target(error)
-    }
+    #[error("{0}")]
+    Runtime(#[source] io::Error),
 }
 
 /// Why the names in the certificate of a server are not known.

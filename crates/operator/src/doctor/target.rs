@@ -1,7 +1,6 @@
 //! The plan of an examination: the endpoints of a configuration, of a kubeconfig or of the command line,
 //! each with the CA that verifies it and the credential to present.
 
-use std::error::Error;
 use std::fmt;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -61,58 +60,32 @@ impl fmt::Debug for Target {
 }
 
 /// Why an endpoint cannot be examined.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 pub enum TargetError {
     /// A certificate, key or CA cannot be used.
-    File(TlsFileError),
+    #[error("{0}")]
+    File(#[from] TlsFileError),
     /// A PEM file of a kubeconfig cannot be read.
-    Pem(KubeconfigError),
+    #[error("{0}")]
+    Pem(#[from] KubeconfigError),
     /// The token file cannot be read.
-    TokenFile(PathBuf, io::Error),
+    #[error("cannot read {0}: {1}")]
+    TokenFile(PathBuf, #[source] io::Error),
     /// The text in the file, or in the kubeconfig, cannot be a bearer token.
+    #[error("{}", no_token(.0.as_deref()))]
     Token(Option<PathBuf>),
     /// The name to verify is neither a DNS name nor an IP address.
+    #[error("{0:?} cannot be verified in a certificate")]
     Name(String),
     /// TLS cannot be configured.
-    Tls(rustls::Error),
+    #[error("{0}")]
+    Tls(#[source] rustls::Error),
 }
 
-impl fmt::Display for TargetError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::File(error) => error.fmt(f),
-            Self::Pem(error) => error.fmt(f),
-            Self::TokenFile(file, error) => write!(f, "cannot read {}: {error}", file.display()),
-            Self::Token(None) => f.write_str("not a bearer token"),
-            Self::Token(Some(file)) => write!(f, "{}: not a bearer token", file.display()),
-            Self::Name(name) => write!(f, "{name:?} cannot be verified in a certificate"),
-            Self::Tls(error) => error.fmt(f),
-        }
-    }
-}
-
-impl Error for TargetError {
-    fn source(&self) -> Option<&(dyn Error + 'static)> {
-        match self {
-            Self::File(error) => Some(error),
-            Self::Pem(error) => Some(error),
-            Self::TokenFile(_, error) => Some(error),
-            Self::Tls(error) => Some(error),
-            Self::Token(_) | Self::Name(_) => None,
-        }
-    }
-}
-
-impl From<TlsFileError> for TargetError {
-    fn from(error: TlsFileError) -> Self {
-        Self::File(error)
-    }
-}
-
-impl From<KubeconfigError> for TargetError {
-    fn from(error: KubeconfigError) -> Self {
-        Self::Pem(error)
-    }
+/// The text for a file, or for a kubeconfig, without a bearer token.
+fn no_token(file: Option<&Path>) -> String {
+    let place = file.map(|file| format!("{}: ", file.display())).unwrap_or_default();
+    format!("{place}not a bearer token")
 }
 
 /// The CA that verifies servers and the credential for verified servers.

@@ -1,8 +1,5 @@
 //! Recognizes an apiserver by its response to `/version`.
 
-use std::error::Error;
-use std::fmt;
-
 use http::StatusCode;
 use jackstay_core::kubernetes_version::ServerVersion;
 use serde_json::Value;
@@ -10,35 +7,17 @@ use serde_json::Value;
 use super::probe::{PeerConfig, ProbeConnection, get};
 
 /// Why a server does not respond as an apiserver does.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 pub(super) enum VersionResponseError {
     /// The request failed.
-    Request(h2::Error),
+    #[error("/version: {0}")]
+    Request(#[source] h2::Error),
     /// The response is that of an etcd.
+    #[error("it is an etcd")]
     Etcd,
     /// The response is neither a version of Kubernetes nor a `Status`. This is its status.
+    #[error("/version responds with {} and not as Kubernetes does", .0.as_u16())]
     Response(StatusCode),
-}
-
-impl fmt::Display for VersionResponseError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Request(error) => write!(f, "/version: {error}"),
-            Self::Etcd => f.write_str("it is an etcd"),
-            Self::Response(status) => {
-                write!(f, "/version responds with {} and not as Kubernetes does", status.as_u16())
-            }
-        }
-    }
-}
-
-impl Error for VersionResponseError {
-    fn source(&self) -> Option<&(dyn Error + 'static)> {
-        match self {
-            Self::Request(error) => Some(error),
-            Self::Etcd | Self::Response(_) => None,
-        }
-    }
 }
 
 /// Requests `/version` over an open connection. Every user may read it by default (`system:public-info-viewer`). Returns the version if the response names one.

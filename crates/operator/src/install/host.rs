@@ -1,7 +1,6 @@
 //! What a host permits an installation: where a program can stay, what `SELinux` says of it, and whether kubelet's kubeconfig
 //! stays as it is written.
 
-use std::error::Error;
 use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -30,46 +29,32 @@ const NOT_EXECUTABLE: [&str; 8] = [
 ];
 
 /// Why a host needs another way.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum HostError {
     /// No directory for the program; each with the reason.
+    #[error(
+        "no directory for the program: {}; put it into a directory below /opt or /usr from which programs \
+         can be executed, and run it there (deploy/distributions/read-only-usr.md)",
+        reasons(.0)
+    )]
     NoDirectory(Vec<(&'static str, FileSystem)>),
     /// `SELinux` does not let systemd execute the program; its type.
+    #[error(
+        "SELinux is enforcing, and systemd may not execute {0}, which has the type {1}: `restorecon -v {0}` \
+         (deploy/distributions/selinux.md)"
+    )]
     SelinuxType(PathBuf, String),
     /// nodeadm writes kubelet's kubeconfig at each boot.
+    #[error(
+        "nodeadm (EKS) writes {0} at each boot, so that kubelet would go past jackstay from the next boot \
+         on: see deploy/distributions/eks.md for the drop-in that points it at jackstay again"
+    )]
     Nodeadm(PathBuf),
 }
 
-impl fmt::Display for HostError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::NoDirectory(tried) => {
-                let tried: Vec<String> =
-                    tried.iter().map(|(path, why)| format!("{path} is {why}")).collect();
-                write!(
-                    f,
-                    "no directory for the program: {}; put it into a directory below /opt or /usr from which programs can be \
-                     executed, and run it there (deploy/distributions/read-only-usr.md)",
-                    tried.join(", ")
-                )
-            }
-            Self::SelinuxType(path, kind) => write!(
-                f,
-                "SELinux is enforcing, and systemd may not execute {path}, which has the type {kind}: \
-                 `restorecon -v {path}` (deploy/distributions/selinux.md)",
-                path = path.display()
-            ),
-            Self::Nodeadm(kubeconfig) => write!(
-                f,
-                "nodeadm (EKS) writes {} at each boot, so that kubelet would go past jackstay from the next boot on: see \
-                 deploy/distributions/eks.md for the drop-in that points it at jackstay again",
-                kubeconfig.display()
-            ),
-        }
-    }
+fn reasons(tried: &[(&str, FileSystem)]) -> String {
+    tried.iter().map(|(path, why)| format!("{path} is {why}")).collect::<Vec<_>>().join(", ")
 }
-
-impl Error for HostError {}
 
 /// Whether a program can stay on a file system.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,6 +1,5 @@
 //! The journal of a change to this node: on disk before the first change, and until the change is undone.
 
-use std::error::Error;
 use std::fmt::{self, Write as _};
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -190,39 +189,21 @@ pub struct NewContent<'a> {
 }
 
 /// Why the journal cannot be used.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 pub enum JournalError {
     /// A file cannot be read or written.
-    Io(PathBuf, io::Error),
+    #[error("cannot read or write {0}: {1}")]
+    Io(PathBuf, #[source] io::Error),
     /// The journal is not one of this version of jackstay.
+    #[error(
+        "{0} is not a journal that this version understands ({1}): use the version of jackstay that wrote it"
+    )]
     Invalid(PathBuf, String),
     /// Another process changes the node.
+    #[error(
+        "another `jackstay install` or `jackstay uninstall` changes this node: wait until it ends"
+    )]
     Locked,
-}
-
-impl fmt::Display for JournalError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Io(path, error) => write!(f, "cannot read or write {}: {error}", path.display()),
-            Self::Invalid(path, why) => write!(
-                f,
-                "{} is not a journal that this version understands ({why}): use the version of jackstay that wrote it",
-                path.display()
-            ),
-            Self::Locked => f.write_str(
-                "another `jackstay install` or `jackstay uninstall` changes this node: wait until it ends",
-            ),
-        }
-    }
-}
-
-impl Error for JournalError {
-    fn source(&self) -> Option<&(dyn Error + 'static)> {
-        match self {
-            Self::Io(_, error) => Some(error),
-            _ => None,
-        }
-    }
 }
 
 /// The right to change the node; ends when it is dropped.

@@ -4,8 +4,6 @@ mod process;
 mod unit;
 
 use std::collections::BTreeMap;
-use std::error::Error;
-use std::fmt;
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
@@ -41,64 +39,48 @@ pub struct Kubelet {
 }
 
 /// Why the kubelet of this node is not known.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 pub enum KubeletError {
     /// No kubelet runs.
+    #[error(
+        "no kubelet runs on this machine: start it first, because the installation is proven by a Ready node"
+    )]
     NotRunning,
     /// Another program contains it; the text names the page for it.
+    #[error("kubelet is part of {0}, which writes kubelet's kubeconfig itself: see {1}")]
     Embedded(String, &'static str),
     /// It runs in a container; these are the processes.
+    #[error(
+        "kubelet runs in a container only (pids {}): if that is a node with a systemd of its own, as in \
+         kind, run `jackstay install` inside it; if it is the kubelet of this machine, use `jackstay \
+         kubeconfig --kubeconfig FILE --in-place --mode terminate` and restart the container",
+        list(.0)
+    )]
     Contained(Vec<u32>),
     /// More than one runs; these are their processes.
+    #[error(
+        "several kubelets run on this machine (pids {}): stop those that are not the node's",
+        list(.0)
+    )]
     Several(Vec<u32>),
     /// It is not a service of systemd.
+    #[error(
+        "kubelet (pid {0}) is not a service of systemd, neither the main process of one nor in its cgroup \
+         (`systemctl status {0}`), so it cannot be restarted from here: use `jackstay kubeconfig \
+         --kubeconfig FILE --in-place --mode terminate` and restart it by hand"
+    )]
     NotService(u32),
     /// It has no kubeconfig.
+    #[error(
+        "kubelet (pid {0}) runs without --kubeconfig: it uses no apiserver, so there is nothing to point at jackstay"
+    )]
     Standalone(u32),
     /// Its configuration cannot be read.
+    #[error(
+        "cannot read kubelet's configuration {0}, which names the directory of static pods: {1}"
+    )]
     Config(PathBuf, String),
 }
-
-impl fmt::Display for KubeletError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::NotRunning => f.write_str(
-                "no kubelet runs on this machine: start it first, because the installation is proven by a Ready node",
-            ),
-            Self::Embedded(program, page) => write!(
-                f,
-                "kubelet is part of {program}, which writes kubelet's kubeconfig itself: see {page}"
-            ),
-            Self::Several(pids) => write!(
-                f,
-                "several kubelets run on this machine (pids {}): stop those that are not the node's",
-                list(pids)
-            ),
-            Self::Contained(pids) => write!(
-                f,
-                "kubelet runs in a container only (pids {}): if that is a node with a systemd of its own, as in kind, run \
-                 `jackstay install` inside it; if it is the kubelet of this machine, use `jackstay kubeconfig --kubeconfig FILE \
-                 --in-place --mode terminate` and restart the container",
-                list(pids)
-            ),
-            Self::NotService(pid) => write!(
-                f,
-                "kubelet (pid {pid}) is not a service of systemd, neither the main process of one nor in its cgroup \
-                 (`systemctl status {pid}`), so it cannot be restarted from here: use `jackstay kubeconfig --kubeconfig FILE \
-                 --in-place --mode terminate` and restart it by hand"
-            ),
-            Self::Standalone(pid) => write!(
-                f,
-                "kubelet (pid {pid}) runs without --kubeconfig: it uses no apiserver, so there is nothing to point at jackstay"
-            ),
-            Self::Config(file, why) => {
-                write!(f, "cannot read kubelet's configuration {}, which names the directory of static pods: {why}", file.display())
-            }
-        }
-    }
-}
-
-impl Error for KubeletError {}
 
 fn list(pids: &[u32]) -> String {
     pids.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")

@@ -3,8 +3,6 @@
 //! The order keeps a working kubeconfig at every moment: kubelet gets the old kubeconfig and is restarted while jackstay
 //! still serves. Each step can be repeated, so that the next process continues what was interrupted.
 
-use std::error::Error;
-use std::fmt;
 use std::fs;
 use std::io;
 use std::net::{SocketAddr, TcpStream};
@@ -42,42 +40,14 @@ pub struct Undone {
 }
 
 /// A step that failed. The journal stays, so the next run repeats all steps.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 pub enum UndoError {
     /// A file cannot be restored.
-    File(JournalError),
+    #[error("{0}")]
+    File(#[from] JournalError),
     /// A command failed.
-    Command(CommandError),
-}
-
-impl fmt::Display for UndoError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::File(error) => error.fmt(f),
-            Self::Command(error) => error.fmt(f),
-        }
-    }
-}
-
-impl Error for UndoError {
-    fn source(&self) -> Option<&(dyn Error + 'static)> {
-        match self {
-            Self::File(error) => Some(error),
-            Self::Command(error) => Some(error),
-        }
-    }
-}
-
-impl From<JournalError> for UndoError {
-    fn from(error: JournalError) -> Self {
-        Self::File(error)
-    }
-}
-
-impl From<CommandError> for UndoError {
-    fn from(error: CommandError) -> Self {
-        Self::Command(error)
-    }
+    #[error("{0}")]
+    Command(#[from] CommandError),
 }
 
 /// Undoes the change in the journal and removes the journal. A complete installation is marked as incomplete first, so that

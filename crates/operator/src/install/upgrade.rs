@@ -10,8 +10,6 @@
 //! stopped and started by kubelet. The program that runs is compared by its content (`/proc/PID/exe`), because a version
 //! or the path of a unit do not prove what a process executes.
 
-use std::error::Error;
-use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -88,32 +86,18 @@ impl UpgradePlan<'_> {
 }
 
 /// Why an upgrade failed.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 pub enum UpgradeError {
     /// Nothing has changed.
+    #[error("nothing changed: {0}")]
     Unchanged(String),
     /// The files of before are restored.
+    #[error("the upgrade failed and was undone, the version of before runs: {0}")]
     Undone(String),
     /// It could not be undone, either.
+    #[error("the upgrade failed ({0}) and could not be undone: {1}; run `jackstay install` again")]
     Incomplete(String, UndoError),
 }
-
-impl fmt::Display for UpgradeError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Unchanged(why) => write!(f, "nothing changed: {why}"),
-            Self::Undone(why) => {
-                write!(f, "the upgrade failed and was undone, the version of before runs: {why}")
-            }
-            Self::Incomplete(why, error) => write!(
-                f,
-                "the upgrade failed ({why}) and could not be undone: {error}; run `jackstay install` again"
-            ),
-        }
-    }
-}
-
-impl Error for UpgradeError {}
 
 /// Compares a version with what is installed and runs.
 ///

@@ -6,8 +6,6 @@
 
 use std::collections::BTreeSet;
 use std::env;
-use std::error::Error;
-use std::fmt;
 use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
@@ -54,58 +52,29 @@ struct InheritedSocket {
 }
 
 /// Why a descriptor is not used as an inherited socket.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 pub enum InheritError {
     /// It is not a listening TCP socket.
+    #[error("not a listening TCP socket")]
     NotListening,
     /// The kernel refuses an operation on it.
-    Io(io::Error),
-}
-
-impl fmt::Display for InheritError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::NotListening => f.write_str("not a listening TCP socket"),
-            Self::Io(error) => error.fmt(f),
-        }
-    }
-}
-
-impl Error for InheritError {
-    fn source(&self) -> Option<&(dyn Error + 'static)> {
-        match self {
-            Self::NotListening => None,
-            Self::Io(error) => Some(error),
-        }
-    }
+    #[error("{0}")]
+    Io(#[source] io::Error),
 }
 
 /// Why the descriptor that the command line names is not used.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum DescriptorError {
     /// It is a standard stream.
+    #[error("descriptors below {FIRST_PASSED_FD} are the standard streams")]
     StandardStream,
     /// The service manager has passed it as a socket.
+    #[error("it is a socket of the service manager (LISTEN_FDS)")]
     ServiceManager,
     /// It is not open.
+    #[error("no such descriptor is open")]
     NotOpen,
 }
-
-impl fmt::Display for DescriptorError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::StandardStream => {
-                write!(f, "descriptors below {FIRST_PASSED_FD} are the standard streams")
-            }
-            Self::ServiceManager => {
-                f.write_str("it is a socket of the service manager (LISTEN_FDS)")
-            }
-            Self::NotOpen => f.write_str("no such descriptor is open"),
-        }
-    }
-}
-
-impl Error for DescriptorError {}
 
 /// Inherited sockets that no listener has taken yet.
 #[derive(Debug, Default)]

@@ -44,6 +44,38 @@ async fn list_that_stalls_is_requested_again_after_timeout() {
     LocalSet::new().run_until(test).await;
 }
 
+/// A proxy on the path may have lost the watch, and its connection still answers.
+#[tokio::test(start_paused = true)]
+async fn watch_that_does_not_end_is_left_for_another_one() {
+    let script = Arc::new(Mutex::new(Script::new(Vec::new())));
+    let states = SourceStates::new(upstream(), Box::new(OwnAddresses::default));
+    let requests = || script.lock().unwrap().requests;
+    let test = async {
+        let scripted = Scripted(Arc::clone(&script));
+        let watching = tokio::task::spawn_local(watch_forever(scripted, Rc::clone(&states)));
+        sleep(WATCH_TIMEOUT).await;
+        assert_eq!(requests(), 2, "a list and a watch");
+        sleep(2 * WATCH_GRACE).await;
+        assert_eq!(requests(), 3, "the watch goes on");
+        watching.abort();
+    };
+    LocalSet::new().run_until(test).await;
+}
+
+/// A body that never ends.
+struct EndlessBody;
+
+impl ResponseChunks for EndlessBody {
+    async fn next(&mut self, _: bool) -> Option<Result<Bytes, RequestError>> {
+        std::future::pending().await
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn refusal_without_its_body_is_a_refusal() {
+    assert_eq!(message_of(EndlessBody).await, "");
+}
+
 /// A server that answers from a list of responses, and records the requests.
 #[derive(Default)]
 struct Answers {
@@ -100,7 +132,12 @@ async fn first_resource_that_may_be_listed_is_watched_and_others_are_named() {
         (vec![refusal(500)], "the apiserver answers 500: no 500"),
         (vec![(401, json!("<html>\u{7}</html>"))], "the apiserver answers 401: \"<html>"),
         (vec![(200, json!({ "items": [] }))], "a list without a resourceVersion"),
-        (vec![(200, json!("x"))], "a list without a resourceVersion"),
+        (
+            vec![(200, json!({ "items": [], "metadata": { "resourceVersion": "" } }))],
+            "a list without a resourceVersion",
+        ),
+        (vec![(200, json!({ "metadata": { "resourceVersion": "5" } }))], "that is no list"),
+        (vec![(200, json!("x"))], "that is no list"),
         (vec![], "no more answers"),
     ] {
         let responses = responses.into_iter().map(|(code, body)| (code, body.to_string()));

@@ -36,10 +36,10 @@ pub struct StartFloor {
 impl StartFloor {
     /// The head for `endpoint` with the floor; `None` if it gets the request unchanged.
     pub fn head(&self, head: &Request<()>, endpoint: &Arc<Endpoint>) -> Option<Request<()>> {
-        let cache = self.floor.cache_of(endpoint);
-        if cache.reached >= self.form.needed(self.versions) {
+        if self.floor.record.has_reached(endpoint, self.form.needed(self.versions)) {
             return None;
         }
+        let cache = self.floor.cache_of(endpoint);
         let asked = self.form.asked(self.versions, cache.lists);
         self.form.head(head, asked, (cache.server, &self.floor.record.name))
     }

@@ -1,7 +1,5 @@
 //! Why the files for a jackstay cannot be planned.
 
-use std::error::Error;
-use std::fmt;
 use std::io;
 use std::path::PathBuf;
 
@@ -12,9 +10,12 @@ use jackstay_net::tls::local_ca::LocalCaError;
 use jackstay_net::tls::refusal::CertificateRefusal;
 
 /// Why the configuration and the certificates of a jackstay cannot be planned.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 pub enum SetupError {
     /// Clients are to connect to a host on which jackstay cannot listen.
+    #[error(
+        "--listen {host}:{port}: a configuration needs an IP address to listen on, or localhost"
+    )]
     Host {
         /// The host.
         host: String,
@@ -22,112 +23,63 @@ pub enum SetupError {
         port: u16,
     },
     /// This cluster does not verify its server, which jackstay in mode `terminate` must do.
+    #[error(
+        "cluster {0:?} does not verify its server (insecure-skip-tls-verify), and jackstay always does: name \
+         the cluster's CA with --ca-file"
+    )]
     Insecure(String),
     /// This cluster names no CA and the system has none.
+    #[error("cluster {0:?} names no CA and this system has none: name one with --ca-file")]
     NoCa(String),
     /// The client certificate of the user cannot be verified with the cluster's CA.
+    #[error(
+        "user {user:?}: the client certificate cannot be verified with the cluster's CA: {error}; if the \
+         cluster signs clients with a CA of its own, name it with --client-ca-file, or use --mode \
+         passthrough"
+    )]
     ClientCertificate {
         /// The user.
         user: String,
         /// Why.
+        #[source]
         error: ClientCertificateError,
     },
     /// A PEM file of the kubeconfig cannot be read.
-    Pem(KubeconfigError),
+    #[error("{0}")]
+    Pem(#[source] KubeconfigError),
     /// A certificate or a key of the kubeconfig, or the serving certificate, cannot be used.
-    TlsFile(TlsFileError),
+    #[error("{0}")]
+    TlsFile(#[source] TlsFileError),
     /// The names in the serving certificate, which is in this file, cannot be read.
-    ServingNames(PathBuf, X509Error),
+    #[error("{0}: {1}")]
+    ServingNames(PathBuf, #[source] X509Error),
     /// The file with the certificate of the local CA cannot be read.
-    LocalCaFile(PathBuf, io::Error),
+    #[error("{0}: {1}")]
+    LocalCaFile(PathBuf, #[source] io::Error),
     /// The file with the certificate of the local CA holds none.
+    #[error("{0}: holds no certificate")]
     NoLocalCa(PathBuf),
     /// The certificate of the local CA cannot be read.
-    LocalCaCertificate(X509Error),
+    #[error("{0}")]
+    LocalCaCertificate(#[source] X509Error),
     /// A certificate cannot be issued.
-    Issue(LocalCaError),
+    #[error("{0}")]
+    Issue(#[source] LocalCaError),
     /// The configuration cannot be written as YAML.
-    Unwritable(Unwritable),
+    #[error("{0}")]
+    Unwritable(#[source] Unwritable),
 }
 
 /// Why a client certificate cannot be verified.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 pub enum ClientCertificateError {
     /// The CA refuses it.
-    Refused(CertificateRefusal),
+    #[error("{0}")]
+    Refused(#[source] CertificateRefusal),
     /// The CA cannot be used.
-    Ca(TlsFileError),
+    #[error("{0}")]
+    Ca(#[source] TlsFileError),
     /// There is no certificate.
+    #[error("it holds no certificate")]
     None,
-}
-
-impl fmt::Display for ClientCertificateError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Refused(refusal) => refusal.fmt(f),
-            Self::Ca(error) => error.fmt(f),
-            Self::None => f.write_str("it holds no certificate"),
-        }
-    }
-}
-
-impl Error for ClientCertificateError {
-    fn source(&self) -> Option<&(dyn Error + 'static)> {
-        match self {
-            Self::Refused(error) => Some(error),
-            Self::Ca(error) => Some(error),
-            Self::None => None,
-        }
-    }
-}
-
-impl fmt::Display for SetupError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Host { host, port } => write!(
-                f,
-                "--listen {host}:{port}: a configuration needs an IP address to listen on, or localhost"
-            ),
-            Self::Insecure(cluster) => write!(
-                f,
-                "cluster {cluster:?} does not verify its server (insecure-skip-tls-verify), and jackstay \
-                 always does: name the cluster's CA with --ca-file"
-            ),
-            Self::NoCa(cluster) => write!(
-                f,
-                "cluster {cluster:?} names no CA and this system has none: name one with --ca-file"
-            ),
-            Self::ClientCertificate { user, error } => write!(
-                f,
-                "user {user:?}: the client certificate cannot be verified with the cluster's CA: {error}; \
-                 if the cluster signs clients with a CA of its own, name it with --client-ca-file, or \
-                 use --mode passthrough"
-            ),
-            Self::Pem(error) => error.fmt(f),
-            Self::TlsFile(error) => error.fmt(f),
-            Self::ServingNames(file, error) => write!(f, "{}: {error}", file.display()),
-            Self::LocalCaFile(file, error) => write!(f, "{}: {error}", file.display()),
-            Self::NoLocalCa(file) => write!(f, "{}: holds no certificate", file.display()),
-            Self::LocalCaCertificate(error) => error.fmt(f),
-            Self::Issue(error) => error.fmt(f),
-            Self::Unwritable(error) => error.fmt(f),
-        }
-    }
-}
-
-impl Error for SetupError {
-    fn source(&self) -> Option<&(dyn Error + 'static)> {
-        Some(match self {
-            Self::Host { .. } | Self::Insecure(_) | Self::NoCa(_) | Self::NoLocalCa(_) => {
-                return None;
-            }
-            Self::ClientCertificate { error, .. } => error,
-            Self::Pem(error) => error,
-            Self::TlsFile(error) => error,
-            Self::ServingNames(_, error) | Self::LocalCaCertificate(error) => error,
-            Self::LocalCaFile(_, error) => error,
-            Self::Issue(error) => error,
-            Self::Unwritable(error) => error,
-        })
-    }
 }

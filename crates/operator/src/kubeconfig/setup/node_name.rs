@@ -5,8 +5,6 @@
 //! (`crypto/x509`, `domainToReverseLabels`), and with it kubectl refuses every server of this CA. So names are those of
 //! DNS, with underscores, which Go accepts in the names of servers (`crypto/x509`, `validHostname`).
 
-use std::error::Error;
-use std::fmt;
 use std::net::IpAddr;
 
 /// Maximum length of a DNS name, and of a label (RFC 1035 section 2.3.4).
@@ -14,44 +12,33 @@ const MAX_NAME: usize = 253;
 const MAX_LABEL: usize = 63;
 
 /// Why a text cannot be the name of a machine.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum NodeNameError {
     /// It is empty.
+    #[error("it is empty")]
     Empty,
     /// The name or a label is too long.
+    #[error("a DNS name has at most 253 characters, and 63 between two dots")]
     TooLong,
     /// A label is empty.
+    #[error("two dots follow one another, or the name begins with a dot")]
     EmptyLabel,
     /// It is a pattern.
+    #[error("it is a pattern; write the name of this machine")]
     Wildcard,
     /// It has characters outside ASCII.
+    #[error("a DNS name has only ASCII characters; write it in Punycode (xn--…)")]
     NotAscii,
     /// It has a character that a DNS name does not have.
+    #[error("a DNS name has no {0:?}")]
     Character(char),
     /// A label begins or ends with a hyphen.
+    #[error("a part of a DNS name neither begins nor ends with a hyphen")]
     Hyphen,
     /// Its last label is a number, as in an IP address.
+    #[error("it is neither an IP address nor a DNS name, whose last part is not a number")]
     Number,
 }
-
-impl fmt::Display for NodeNameError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Empty => "it is empty",
-            Self::TooLong => "a DNS name has at most 253 characters, and 63 between two dots",
-            Self::EmptyLabel => "two dots follow one another, or the name begins with a dot",
-            Self::Wildcard => "it is a pattern; write the name of this machine",
-            Self::NotAscii => "a DNS name has only ASCII characters; write it in Punycode (xn--…)",
-            Self::Character(c) => return write!(f, "a DNS name has no {c:?}"),
-            Self::Hyphen => "a part of a DNS name neither begins nor ends with a hyphen",
-            Self::Number => {
-                "it is neither an IP address nor a DNS name, whose last part is not a number"
-            }
-        })
-    }
-}
-
-impl Error for NodeNameError {}
 
 /// The name in the form in which certificates have it: an IP address, or a DNS name in lower case without a final dot.
 ///

@@ -14,9 +14,6 @@
 //! On older kernels the mounts have to hide the paths (`InaccessiblePaths=` of the unit): a seccomp filter does not see
 //! the address of a connect(2).
 
-use std::error::Error;
-use std::fmt;
-
 use ::landlock::{
     ABI, Access, AccessFs, BitFlags, LandlockStatus, PathBeneath, PathFd, Ruleset,
     RulesetAttr as _, RulesetCreatedAttr as _, RulesetStatus, Scope,
@@ -31,37 +28,17 @@ const HANDLED: ABI = ABI::V9;
 const COMPLETE: ABI = ABI::V6;
 
 /// Why file access is not restricted.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 pub enum LandlockError {
     /// The kernel refuses the rules.
-    Ruleset(::landlock::RulesetError),
+    #[error("{0}")]
+    Ruleset(#[source] ::landlock::RulesetError),
     /// The kernel has no Landlock.
+    #[error("the kernel has no Landlock (Linux 5.13 and later have)")]
     NotImplemented,
     /// Landlock is not enabled in the kernel.
+    #[error("Landlock is not enabled in the kernel (lsm= on its command line)")]
     NotEnabled,
-}
-
-impl fmt::Display for LandlockError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Ruleset(error) => error.fmt(f),
-            Self::NotImplemented => {
-                f.write_str("the kernel has no Landlock (Linux 5.13 and later have)")
-            }
-            Self::NotEnabled => {
-                f.write_str("Landlock is not enabled in the kernel (lsm= on its command line)")
-            }
-        }
-    }
-}
-
-impl Error for LandlockError {
-    fn source(&self) -> Option<&(dyn Error + 'static)> {
-        match self {
-            Self::Ruleset(error) => Some(error),
-            Self::NotImplemented | Self::NotEnabled => None,
-        }
-    }
 }
 
 /// The allow-list in use.

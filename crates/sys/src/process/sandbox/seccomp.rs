@@ -8,8 +8,6 @@
 //! length of the list costs nothing on the path of a request.
 
 use std::collections::BTreeMap;
-use std::error::Error;
-use std::fmt;
 use std::io;
 
 use seccompiler::{
@@ -38,30 +36,14 @@ pub enum Violation {
 }
 
 /// Why the filter is not installed.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 pub enum SeccompError {
     /// The filter cannot be compiled for this architecture, or not applied to all threads.
-    Program(seccompiler::Error),
+    #[error("{0}")]
+    Program(#[source] seccompiler::Error),
     /// The kernel refuses it.
-    Kernel(io::Error),
-}
-
-impl fmt::Display for SeccompError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Program(error) => error.fmt(f),
-            Self::Kernel(error) => error.fmt(f),
-        }
-    }
-}
-
-impl Error for SeccompError {
-    fn source(&self) -> Option<&(dyn Error + 'static)> {
-        Some(match self {
-            Self::Program(error) => error,
-            Self::Kernel(error) => error,
-        })
-    }
+    #[error("{0}")]
+    Kernel(#[source] io::Error),
 }
 
 /// Installs the filter in all threads. It also sets `no_new_privs`.

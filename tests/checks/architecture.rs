@@ -189,10 +189,6 @@ fn each_file_has_a_module_comment_and_at_most_700_lines() {
 #[test]
 fn file_imports_have_no_circle() {
     for root in roots() {
-        // The network and its sockets, and a script and its testbed, name each other's types.
-        if root.ends_with("crates/sim/src") {
-            continue;
-        }
         let circles = imports(&root).circles();
         assert!(circles.is_empty(), "{}: {circles:#?}", root.display());
     }

@@ -5,6 +5,7 @@ mod verbs;
 
 use crate::audit::Record;
 use crate::body::ResponseBody;
+use crate::compression;
 use crate::discovery;
 use crate::identity::{self, User};
 use crate::lock;
@@ -92,6 +93,9 @@ async fn response_to(
         Some(scripted) => scripted_response(scripted).await,
         None => context.serve(audit_number, body).await.unwrap_or_else(|e| error_response(&e)),
     };
+    if context.server.compresses_responses && context.accepts_gzip() {
+        compression::compress(&mut response);
+    }
     if !is_probe && context.server.loses_response() {
         // The request remains in flight until the client gives up.
         std::future::pending::<()>().await;
@@ -126,6 +130,11 @@ impl RequestContext {
 
     pub fn header(&self, name: &str) -> Option<&str> {
         self.parts.headers.get(name).and_then(|v| v.to_str().ok())
+    }
+
+    /// Whether the client accepts compressed responses.
+    pub fn accepts_gzip(&self) -> bool {
+        self.header("accept-encoding").is_some_and(|codings| codings.contains("gzip"))
     }
 
     fn is_health(&self) -> bool {

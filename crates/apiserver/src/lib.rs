@@ -32,6 +32,7 @@ pub mod selector;
 pub mod status_error;
 
 mod body;
+mod compression;
 mod connection;
 mod discovery;
 mod gateway;

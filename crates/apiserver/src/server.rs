@@ -39,6 +39,8 @@ pub struct Options {
     pub http2: bool,
     /// Whether watches that begin with all objects are compressed for clients that accept gzip.
     pub compresses_watch_lists: bool,
+    /// Whether large responses are compressed for clients that accept gzip.
+    pub compresses_responses: bool,
     /// The serving certificate; by default one is issued for loopback.
     pub certificate: Option<Issued>,
     /// What forwards the requests to it.
@@ -54,6 +56,7 @@ impl Options {
             bind: (Ipv4Addr::LOCALHOST, 0).into(),
             http2: true,
             compresses_watch_lists: true,
+            compresses_responses: false,
             certificate: None,
             gateway: Gateway::default(),
         }
@@ -99,6 +102,7 @@ impl ApiServer {
             gateway: options.gateway,
             refused: Refused::default(),
             compresses_watch_lists: options.compresses_watch_lists,
+            compresses_responses: options.compresses_responses,
             version: Mutex::new(options.version),
             cluster: cluster.clone(),
             tls: Mutex::new(Arc::new(tls)),

@@ -176,6 +176,8 @@ pub(super) struct ServerState {
     pub refused: Refused,
     /// See [`crate::server::Options::compresses_watch_lists`].
     pub compresses_watch_lists: bool,
+    /// See [`crate::server::Options::compresses_responses`].
+    pub compresses_responses: bool,
     /// What it reports at `/version`.
     pub version: Mutex<String>,
     pub cluster: Cluster,

@@ -21,10 +21,13 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 use tokio::sync::mpsc;
-use tokio::time::{Instant, MissedTickBehavior};
+use tokio::time::Instant;
 
 /// Number of events that are buffered for a slow client.
 const EVENT_BUFFER: usize = 64;
+/// The last bookmark precedes the end of a watch by this time (apiserver, `storage/cacher/cache_watcher.go`,
+/// `nextBookmarkTime`).
+const BOOKMARK_BEFORE_END: Duration = Duration::from_secs(2);
 /// Largest batch of events that becomes one gzip member, in bytes.
 const MAX_BATCH: usize = 32 << 10;
 
@@ -123,6 +126,13 @@ pub(super) fn start(
     Ok(response)
 }
 
+/// When the bookmark after one at `now` is due: after the interval, and at the latest [`BOOKMARK_BEFORE_END`] before
+/// the watch ends; `None` after that one.
+fn next_bookmark(now: Instant, interval: Duration, deadline: Instant) -> Option<Instant> {
+    let at = deadline.checked_sub(BOOKMARK_BEFORE_END)?.min(now + interval);
+    (at > now).then_some(at)
+}
+
 enum StartAt {
     /// All current objects as ADDED events, then changes. The watch cache is to reach the `minimum` before.
     CurrentState { announce_end: bool, minimum: Option<u64> },
@@ -171,8 +181,7 @@ impl Watch {
         }
         self.flush().await?;
         let interval = self.server.cluster.bookmark_interval();
-        let mut bookmark = tokio::time::interval_at(Instant::now() + interval, interval);
-        bookmark.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut bookmark = next_bookmark(Instant::now(), interval, deadline);
         let sender = self.sender.clone();
         loop {
             let held = faults.borrow().hold_watches;
@@ -184,7 +193,8 @@ impl Watch {
                 _ = end.changed() => return Ok(()),
                 _ = changes.changed() => {}
                 _ = faults.changed() => {}
-                _ = bookmark.tick(), if self.bookmarks => {
+                () = watch_cache::sleep_until(bookmark), if self.bookmarks => {
+                    bookmark = next_bookmark(Instant::now(), interval, deadline);
                     if !faults.borrow().hold_watches {
                         self.send_changes().await?;
                         self.send_bookmark(None).await?;
@@ -345,5 +355,22 @@ fn deleted_object(event: &Event) -> Arc<Object> {
             Arc::new(Object::new(value, event.version))
         }
         _ => event.after.clone(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn next_bookmark_is_due_after_the_interval_and_before_the_end() {
+        let (now, second) = (Instant::now(), Duration::from_secs(1));
+        // Seconds until the end of the watch, and until its next bookmark.
+        for (end, expected) in
+            [(100, Some(60)), (62, Some(60)), (10, Some(8)), (2, None), (1, None)]
+        {
+            let due = next_bookmark(now, 60 * second, now + end * second);
+            assert_eq!(due, expected.map(|after| now + after * second), "{end}");
+        }
     }
 }

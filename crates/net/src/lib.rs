@@ -7,7 +7,8 @@
 //! * [`http2_error`] and [`readyz`]: the texts of h2 errors and of failed health checks.
 
 #![forbid(unsafe_code)]
-#![cfg_attr(not(test), warn(clippy::disallowed_methods, clippy::too_many_lines))]
+#![cfg_attr(not(test), warn(clippy::too_many_lines))]
+#![warn(clippy::disallowed_methods)]
 
 pub mod dns;
 pub mod frame_limiter;

@@ -12,11 +12,14 @@
 
 #![forbid(unsafe_code)]
 #![cfg_attr(not(test), warn(clippy::too_many_lines))]
+#![warn(clippy::disallowed_methods)]
 
 pub mod admin_client;
+#[allow(clippy::disallowed_methods)] // commands use the real clock
 pub mod commands;
 pub mod doctor;
 #[cfg(feature = "doctor")]
+#[allow(clippy::disallowed_methods)] // it waits for services with the real clock
 pub mod install;
 pub mod kubeconfig;
 pub mod options;

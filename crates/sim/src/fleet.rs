@@ -10,17 +10,7 @@ use tokio::time::sleep_until;
 
 use crate::net::HostId;
 use crate::net::sockets::SocketNetwork;
-use crate::shell::ShellRun;
 use crate::shell::program::Program;
-
-/// The result of the run of a fleet.
-#[derive(Debug)]
-pub struct FleetRun {
-    /// What the apiservers bore.
-    pub load: Load,
-    /// What every run shows.
-    pub run: ShellRun,
-}
 
 /// One second. Each has an element for each apiserver.
 #[derive(Debug, Clone, PartialEq, Eq)]

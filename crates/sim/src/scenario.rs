@@ -9,7 +9,10 @@
 //! assert_eq!(sim.roles().count(), 4);
 //! ```
 
+use std::ops::Range;
 use std::time::Duration;
+
+use jackstay_config::Config;
 
 use crate::credential::Credential;
 use crate::faults::{Fault, FaultKind, random_fault};
@@ -32,19 +35,39 @@ pub enum Role {
     Leaders,
     /// Clients that list a large collection again and again, by turns in pages, whole, and whole and slowly.
     Bulk,
+    /// Informers of config maps that list by watches.
+    WatchLists,
     /// Informers of config maps whose watches end after three to six seconds.
     ShortWatches,
     /// Clients that write an object of 280 to 600 KB again and again, and abandon every third upload.
     Uploaders,
     /// Hostile clients: 200 requests at once, twice a second, of which half are cancelled.
     Hostile,
+    /// Clients of one other user and with a token of their own that open lists and watches and read nothing of them.
+    NeverReads,
 }
+
+impl Role {
+    /// The user of its process on the node; `None` if it is not known.
+    pub(crate) fn user(self) -> Option<u32> {
+        (self == Self::NeverReads).then_some(HOSTILE_USER)
+    }
+}
+
+/// The user of hostile clients that have one.
+const HOSTILE_USER: u32 = 1_000;
+/// What these prove.
+const HOSTILE: Credential = Credential::Opaque { user: 255, token: 0 };
+/// The time between two bookmarks of a watch (apiserver, `storage/cacher/cacher.go`, `defaultBookmarkFrequency`).
+const BOOKMARK_INTERVAL: Duration = Duration::from_secs(60);
 
 /// A scenario.
 #[derive(Debug, Clone)]
 pub struct Sim {
     pub(crate) seed: u64,
     pub(crate) endpoints: usize,
+    /// The number of apiservers of each cluster; empty for one cluster.
+    clusters: Vec<usize>,
     pub(crate) nodes: usize,
     clients: Vec<(Role, usize)>,
     pub(crate) faults: Vec<Fault>,
@@ -54,6 +77,10 @@ pub struct Sim {
     pub(crate) link: Option<(Duration, Duration)>,
     pub(crate) rate: u64,
     pub(crate) drain_timeout: Duration,
+    pub(crate) bookmark_interval: Duration,
+    pub(crate) is_compressed: bool,
+    /// Changes the rest of the configuration.
+    pub(crate) change: fn(&mut Config),
     credentials: Vec<Credential>,
     pub(crate) has_identities: bool,
     pub(crate) has_identity_lane: bool,
@@ -65,6 +92,7 @@ impl Sim {
         Self {
             seed,
             endpoints: 3,
+            clusters: Vec::new(),
             nodes: 1,
             clients: Vec::new(),
             faults: Vec::new(),
@@ -74,6 +102,9 @@ impl Sim {
             link: None,
             rate: 0,
             drain_timeout: Duration::from_secs(6),
+            bookmark_interval: BOOKMARK_INTERVAL,
+            is_compressed: false,
+            change: |_| {},
             credentials: vec![Credential::Certificate],
             has_identities: true,
             has_identity_lane: true,
@@ -85,6 +116,33 @@ impl Sim {
     pub fn endpoints(mut self, count: usize) -> Self {
         self.endpoints = count;
         self
+    }
+
+    /// The apiservers are those of several clusters, of which each has this many, a store and clients of its own. The
+    /// nodes have an upstream and a listener for each. Clients are of the clusters by turns; those of the first one
+    /// have the promises of the scenario, and the others only the rules that hold always.
+    #[must_use]
+    pub fn clusters(mut self, apiservers: &[usize]) -> Self {
+        self.clusters = apiservers.to_vec();
+        self.endpoints = apiservers.iter().sum();
+        self
+    }
+
+    /// Whether requests share one stream of one connection to one apiserver, which has no fault.
+    pub(crate) fn has_one_stream(&self) -> bool {
+        (self.endpoints, self.max_connections, self.max_streams) == (1, 1, 1)
+            && self.faults.is_empty()
+    }
+
+    /// The apiservers of each cluster.
+    pub(crate) fn apiservers(&self) -> Vec<Range<usize>> {
+        let counts =
+            if self.clusters.is_empty() { vec![self.endpoints] } else { self.clusters.clone() };
+        let ends = counts.iter().scan(0, |end, count| {
+            *end += count;
+            Some(*end)
+        });
+        ends.zip(&counts).map(|(end, count)| end - count..end).collect()
     }
 
     /// The number of nodes. Each has all clients.
@@ -143,6 +201,27 @@ impl Sim {
         self
     }
 
+    /// The time between two bookmarks of a watch, a minute by default. A run of a few seconds has none then.
+    #[must_use]
+    pub fn bookmark_interval(mut self, interval: Duration) -> Self {
+        self.bookmark_interval = interval;
+        self
+    }
+
+    /// The apiservers compress large responses. Of three clients, two accept them, and one says nothing of it.
+    #[must_use]
+    pub fn compressed(mut self) -> Self {
+        self.is_compressed = true;
+        self
+    }
+
+    /// Changes the configuration of jackstay.
+    #[must_use]
+    pub fn configured(mut self, change: fn(&mut Config)) -> Self {
+        self.change = change;
+        self
+    }
+
     /// jackstay has no certificate (`identities`), so it probes without a credential, and every client has a token.
     #[must_use]
     pub fn without_identities(mut self) -> Self {
@@ -158,7 +237,10 @@ impl Sim {
     }
 
     /// The credential of a client, by its number on its node.
-    pub(crate) fn credential_of(&self, at: usize) -> Credential {
+    pub(crate) fn credential_of(&self, at: usize, role: Role) -> Credential {
+        if role.user().is_some() {
+            return HOSTILE;
+        }
         let turns = self.credentials.len().max(1);
         self.credentials.get(at % turns).copied().unwrap_or(Credential::Certificate)
     }

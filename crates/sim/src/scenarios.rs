@@ -3,12 +3,13 @@
 mod apiservers;
 mod common;
 mod processes;
+mod variants;
 
 use crate::scenario::Scenario;
 
 /// All scenarios.
 pub fn all() -> impl Iterator<Item = &'static Scenario> {
-    apiservers::SCENARIOS.iter().chain(processes::SCENARIOS)
+    apiservers::SCENARIOS.iter().chain(processes::SCENARIOS).chain(variants::SCENARIOS)
 }
 
 /// The scenario of this name.

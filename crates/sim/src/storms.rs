@@ -5,9 +5,9 @@ use std::io;
 use std::time::Duration;
 
 use crate::faults::FaultKind;
-use crate::fleet::{FleetRun, Load};
+use crate::fleet::Load;
 use crate::scenario::{Role, Sim};
-use crate::shell::{self, ShellRun};
+use crate::shell::{self, FleetRun, ShellRun};
 
 const SECOND: Duration = Duration::from_secs(1);
 

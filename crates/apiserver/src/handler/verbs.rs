@@ -172,8 +172,7 @@ impl RequestContext {
         }
         let format = self.format(&formats)?;
         let selector = self.selector(target)?;
-        let accepts_gzip =
-            self.header("accept-encoding").is_some_and(|codings| codings.contains("gzip"));
+        let accepts_gzip = self.accepts_gzip();
         watch::start(&self.server, target, &self.query, selector, format, accepts_gzip)
     }
 

@@ -3,18 +3,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::time::Instant;
 
-use super::observation::Moment;
-
-/// How an object has changed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum ChangeKind {
-    /// It was created.
-    Added,
-    /// It was written.
-    Modified,
-    /// It was deleted.
-    Deleted,
-}
+use super::observation::{ChangeKind, Moment};
 
 /// A committed change. Changes of one transaction have one version.
 #[derive(Debug, Clone, PartialEq, Eq)]

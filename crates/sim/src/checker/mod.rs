@@ -27,9 +27,9 @@ mod writes;
 #[cfg(test)]
 mod tests;
 
-pub use history::{Change, ChangeKind, History, Restore};
+pub use history::{Change, History, Restore};
 pub use observation::{
-    ClientId, Collection, Moment, Observation, Recency, Seen, ShownObject, WriteOutcome,
+    ChangeKind, ClientId, Collection, Moment, Observation, Recency, Seen, ShownObject, WriteOutcome,
 };
 
 use crate::invariants::Findings;

@@ -2,7 +2,16 @@
 
 use std::time::Instant;
 
-use super::history::ChangeKind;
+/// How an object has changed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum ChangeKind {
+    /// It was created.
+    Added,
+    /// It was written.
+    Modified,
+    /// It was deleted.
+    Deleted,
+}
 
 /// A moment of a run. Many have the same time, because nothing takes time but waiting, so each also has a number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]

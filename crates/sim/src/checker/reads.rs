@@ -2,8 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use super::history::{ChangeKind, CollectionHistory, History, Replay};
-use super::observation::{Collection, Observation, Seen, ShownObject};
+use super::history::{CollectionHistory, History, Replay};
+use super::observation::{ChangeKind, Collection, Observation, Seen, ShownObject};
 use crate::invariants::Findings;
 
 pub(super) fn check(history: &History, observations: &[&Observation], findings: &mut Findings) {

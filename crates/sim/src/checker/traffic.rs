@@ -6,6 +6,7 @@
 //! | hedges | hedges are at most a tenth of the requests, after a first burst |
 //! | other endpoint | a hedge is not sent to the apiserver whose requests hang, while another one works |
 //! | connects | the pauses between failed connects to an apiserver grow, and none follows a success |
+//! | order | requests that share one stream arrive in the order in which clients have sent them |
 //! | outage | watches that are held in an outage do not continue before an apiserver is ready |
 //! | jitter | watches that were lost together continue at different times |
 
@@ -32,6 +33,9 @@ const RECONNECT: Duration = Duration::from_millis(300);
 /// jitter of the first attempt is at most 50 ms, so so many do it by accident once in a million times.
 const WATCHES_AT_ONCE: usize = 6;
 const SAME_MOMENT: Duration = Duration::from_millis(2);
+/// Requests that clients have sent within this time of each other may reach jackstay in any order: three times the
+/// latency of loopback.
+const SENT_TOGETHER: Duration = Duration::from_micros(50);
 /// Watches that continue with longer pauses between them were not lost together.
 const LOST_TOGETHER: Duration = Duration::from_millis(200);
 
@@ -48,6 +52,8 @@ pub struct Arrival {
     pub is_watch: bool,
     /// Whether it changes nothing.
     pub is_read: bool,
+    /// When its client sent it, since the start of the run, if requests share one stream.
+    pub sent: Option<Duration>,
 }
 
 /// A connect of jackstay's process.
@@ -104,6 +110,7 @@ impl Traffic {
             self.hedge_to_the_same(),
             self.connects_without_pauses(),
             self.pause_after_success(),
+            self.out_of_order(),
             self.watches_without_jitter(),
             self.watch_before_ready(),
         ];
@@ -159,6 +166,23 @@ impl Traffic {
         })?;
         let (server, at) = (again.server, again.at);
         Some(format!("request {id} was hedged to apiserver {server}, which hangs, at {at:.3?}"))
+    }
+
+    fn out_of_order(&self) -> Option<String> {
+        let mut last: Option<(Duration, &str)> = None;
+        for Arrival { id, sent, .. } in &self.arrivals {
+            let Some(sent) = *sent else { continue };
+            match last {
+                Some((before, earlier)) if sent + SENT_TOGETHER < before => {
+                    return Some(format!(
+                        "request {id} of {sent:.3?} arrived after {earlier} of {before:.3?}"
+                    ));
+                }
+                Some((before, _)) if sent <= before => {}
+                _ => last = Some((sent, id)),
+            }
+        }
+        None
     }
 
     fn connects_without_pauses(&self) -> Option<String> {

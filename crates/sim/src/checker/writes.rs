@@ -2,8 +2,8 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-use super::history::{Change, ChangeKind, History};
-use super::observation::{Observation, Seen, WriteOutcome};
+use super::history::{Change, History};
+use super::observation::{ChangeKind, Observation, Seen, WriteOutcome};
 use crate::invariants::Findings;
 
 pub(super) fn check(history: &History, observations: &[Observation], findings: &mut Findings) {

@@ -3,7 +3,7 @@
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::time::Instant;
 
-use super::NetEvent;
+use super::event::NetEvent;
 use super::log::{Entry, Log};
 use super::queue::Queue;
 

@@ -2,7 +2,7 @@
 
 use std::ops::{Index, IndexMut};
 
-use super::ConnectionId;
+use super::ids::ConnectionId;
 use super::tcp::Connection;
 
 /// The connections.

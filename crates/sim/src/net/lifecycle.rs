@@ -5,9 +5,12 @@ use std::task::Waker;
 use std::time::Duration;
 
 use super::clock::Clock;
+use super::event::NetEvent;
+use super::ids::ConnectionId;
 use super::log::Entry;
-use super::tcp::Segment;
-use super::{ConnectionId, NetEvent, Network, Side, SocketOptions};
+use super::network::Network;
+use super::socket_state::SocketOptions;
+use super::tcp::{Segment, Side};
 
 /// Time until the first repetition of the answer to SYN; it doubles (Linux, `TCP_TIMEOUT_INIT`).
 const SYN_ANSWER_TIMEOUT: Duration = Duration::from_secs(1);

@@ -1,11 +1,18 @@
 //! Packets, segments of data, their acknowledgements and their timers.
 
 use std::io;
+use std::time::Duration;
 
 use super::clock::Clock;
+use super::event::NetEvent;
+use super::ids::ConnectionId;
 use super::log::Entry;
-use super::tcp::{Content, End, Segment};
-use super::{ConnectionId, NetEvent, Network, Side};
+use super::network::Network;
+use super::tcp::{Acknowledgement, Content, End, MSS, Segment, Side};
+
+/// The longest delay of an acknowledgement (Linux, `TCP_DELACK_MIN` with 250 ticks a second; a round trip of more
+/// than 320 ms would make it longer).
+const DELAYED_ACK: Duration = Duration::from_millis(40);
 
 impl Network {
     /// Sends a packet, unless it is lost. Packets of one direction do not overtake each other.
@@ -74,11 +81,14 @@ impl Network {
         end.segments_out += 1;
         if !end.is_fin(number) {
             end.socket.data_segments_out += 1;
+            let has_just_received = s.now() < end.last_data + DELAYED_ACK;
+            end.socket.is_interactive |= end.data_segments_in > 0 && has_just_received;
         }
         let segment = &mut end.in_flight[(number - end.first) as usize];
         segment.sent_at = Some(s.now());
         let bytes = segment.bytes;
-        self.packet(s, id, from, bytes, NetEvent::Segment { id, from, number });
+        let ack = end.acknowledge();
+        self.packet(s, id, from, bytes, NetEvent::Segment { id, from, number, ack });
     }
 
     /// Starts the retransmission timer if something waits for an acknowledgement or for the window.
@@ -157,8 +167,11 @@ impl Network {
         s: &mut Clock,
         id: ConnectionId,
         from: Side,
-        number: u64,
+        (number, ack): (u64, Acknowledgement),
     ) {
+        if !self.connections[id].local {
+            self.acknowledged(s, id, from.other(), ack);
+        }
         let connection = &mut self.connections[id];
         let local = connection.local;
         let (sender, receiver) = connection.both(from);
@@ -174,6 +187,7 @@ impl Network {
             return self.send_ack(s, id, from.other());
         }
         receiver.data_segments_in += u32::from(!sender.is_fin(number));
+        let unread = receiver.unread_bytes;
         if number > receiver.next {
             receiver.out_of_order += 1;
             if let Err(at) = receiver.early.binary_search(&number) {
@@ -185,6 +199,7 @@ impl Network {
                 s.record(Entry::Closed { connection: id, reset: false });
             }
         }
+        let bytes = receiver.unread_bytes - unread;
         if local {
             sender.acknowledged(receiver.next, s.now());
             sender.last_segment = s.now();
@@ -194,7 +209,29 @@ impl Network {
             return self.may_be_writable(id, from);
         }
         self.wake_reader(id, from.other());
-        self.send_ack(s, id, from.other());
+        self.send_ack_later(s, id, from.other(), bytes);
+    }
+
+    /// Acknowledges data that has arrived in order, later if it is as little as a request: the response then carries
+    /// the acknowledgement.
+    fn send_ack_later(&mut self, s: &mut Clock, id: ConnectionId, from: Side, bytes: u32) {
+        let end = self.connections[id].end(from);
+        end.socket.unacknowledged += bytes;
+        let is_whole = bytes > 0 && end.early.is_empty() && !end.peer_ended;
+        if !is_whole || !end.socket.is_interactive || end.socket.unacknowledged > MSS {
+            return self.send_ack(s, id, from);
+        }
+        if end.socket.ack_at.is_none() {
+            let at = s.now() + DELAYED_ACK;
+            end.socket.ack_at = Some(at);
+            s.queue(at, NetEvent::DelayedAck { id, from });
+        }
+    }
+
+    pub(super) fn delayed_ack_due(&mut self, s: &mut Clock, id: ConnectionId, from: Side) {
+        if self.connections[id].end(from).socket.ack_at == Some(s.now()) {
+            self.send_ack(s, id, from);
+        }
     }
 
     /// Takes what has arrived in order. Returns whether the end has arrived.
@@ -222,10 +259,9 @@ impl Network {
 
     pub(super) fn send_ack(&mut self, s: &mut Clock, id: ConnectionId, from: Side) {
         let end = self.connections[id].end(from);
-        let (next, gap, window) = (end.next, !end.early.is_empty(), end.advertise());
         end.segments_out += 1;
-        let to = from.other();
-        self.packet(s, id, from, 40, NetEvent::Ack { id, to, next, gap, window });
+        let (to, ack) = (from.other(), end.acknowledge());
+        self.packet(s, id, from, 40, NetEvent::Ack { id, to, ack });
     }
 
     pub(super) fn ack_arrives(
@@ -233,12 +269,20 @@ impl Network {
         s: &mut Clock,
         id: ConnectionId,
         to: Side,
-        (next, gap, window): (u64, bool, u32),
+        ack: Acknowledgement,
     ) {
         let end = self.connections[id].end(to);
         end.segments_in += 1;
         end.last_segment = s.now();
         end.answered();
+        self.acknowledged(s, id, to, ack);
+        self.forget_if_over(id);
+    }
+
+    /// A packet has arrived that says what the peer has received.
+    fn acknowledged(&mut self, s: &mut Clock, id: ConnectionId, to: Side, ack: Acknowledgement) {
+        let Acknowledgement { next, gap, window } = ack;
+        let end = self.connections[id].end(to);
         end.window = window;
         let is_new = end.acknowledged(next, s.now());
         // Probes of a closed window go on.
@@ -259,11 +303,18 @@ impl Network {
         }
         self.send_queued(s, id, to);
         self.may_be_writable(id, to);
-        self.forget_if_over(id);
     }
 
     /// The task that waits for what has arrived is woken.
     fn wake_reader(&mut self, id: ConnectionId, side: Side) {
         self.wakers.extend(self.connections[id].end(side).socket.reader.take());
+    }
+}
+
+impl End {
+    /// What a packet says that is sent now. A delayed acknowledgement goes with it.
+    fn acknowledge(&mut self) -> Acknowledgement {
+        (self.socket.ack_at, self.socket.unacknowledged) = (None, 0);
+        Acknowledgement { next: self.next, gap: !self.early.is_empty(), window: self.advertise() }
     }
 }

@@ -4,7 +4,10 @@ use std::io;
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
-use super::tcp::{MIN_RTO, RECEIVE_BUFFER};
+/// Bytes that a receiver's kernel holds for its process.
+pub(super) const RECEIVE_BUFFER: u32 = 256 * 1024;
+/// The shortest retransmission timeout (Linux, `TCP_RTO_MIN`).
+pub(super) const MIN_RTO: Duration = Duration::from_millis(200);
 
 /// Keepalive probes (`TCP_KEEPIDLE`, `TCP_KEEPINTVL` and `TCP_KEEPCNT`, tcp(7)).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -89,6 +92,12 @@ pub(super) struct SocketState {
     pub(super) refused: bool,
     /// The window that the peer knows of, in bytes.
     pub(super) advertised: u32,
+    /// Data has followed data of the peer so soon that acknowledgements are delayed (Linux, pingpong mode).
+    pub(super) is_interactive: bool,
+    /// When the delayed acknowledgement is sent, if there is one.
+    pub(super) ack_at: Option<Instant>,
+    /// Bytes since the last acknowledgement.
+    pub(super) unacknowledged: u32,
     pub(super) round_trip: RoundTrip,
     /// When the first segment was sent that has no answer, once its timeout has passed.
     pub(super) stalled_since: Option<Instant>,
@@ -130,6 +139,9 @@ impl Default for SocketState {
             max_unsent: u32::MAX,
             refused: false,
             advertised: RECEIVE_BUFFER,
+            is_interactive: false,
+            ack_at: None,
+            unacknowledged: 0,
             round_trip: RoundTrip::none(),
             stalled_since: None,
             tail_probe_sent: false,

@@ -7,16 +7,12 @@ use std::time::{Duration, Instant};
 
 use jackstay_core::tcp_info::TcpInfo;
 
-use super::socket_state::SocketState;
-use super::{HostId, ProcessId};
+use super::ids::{HostId, ProcessId};
+use super::socket_state::{MIN_RTO, RECEIVE_BUFFER, SocketState};
 use bytes::BytesMut;
 
-/// Bytes that a receiver's kernel holds for its process.
-pub(super) const RECEIVE_BUFFER: u32 = 256 * 1024;
 /// Bytes that a sender has in flight at most, in place of congestion control.
 pub(super) const MAX_IN_FLIGHT: u32 = 256 * 1024;
-/// The shortest retransmission timeout (Linux, `TCP_RTO_MIN`).
-pub(super) const MIN_RTO: Duration = Duration::from_millis(200);
 /// Bytes of a socket that are one segment at most. Segmentation offload sends up to 64 KiB in one piece; a quarter of it
 /// keeps the effect of a lost packet small, and a bulk transfer is not thousands of events.
 pub(super) const MAX_SEGMENT: u32 = 16 * 1024;
@@ -50,6 +46,17 @@ impl Side {
             Self::Server => Self::Client,
         }
     }
+}
+
+/// What a packet of an end says of what it has received.
+#[derive(Debug, Clone, Copy)]
+pub struct Acknowledgement {
+    /// Number of the next segment that it expects.
+    pub(super) next: u64,
+    /// Whether later ones have arrived.
+    pub(super) gap: bool,
+    /// Bytes that it takes.
+    pub(super) window: u32,
 }
 
 /// What a segment contains. The receiver takes it, so that later copies of the segment are empty.

@@ -3,7 +3,8 @@
 
 use std::time::{Duration, Instant};
 
-use super::tcp::{End, MAX_RTO, MIN_RTO, MSS};
+use super::socket_state::MIN_RTO;
+use super::tcp::{End, MAX_RTO, MSS};
 
 /// The least time of a tail loss probe besides two round trips (Linux, `TCP_TIMEOUT_MIN` with 250 ticks a second).
 const MIN_PROBE_TIMEOUT: Duration = Duration::from_millis(8);

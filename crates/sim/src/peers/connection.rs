@@ -53,6 +53,8 @@ pub enum Failure {
     Reset,
     /// It took too long.
     Timeout,
+    /// The body is no gzip, or ends in the middle of a member.
+    Undecodable,
 }
 
 impl Failure {
@@ -65,6 +67,7 @@ impl Failure {
             Self::Lost => "connection lost",
             Self::Reset => "stream reset",
             Self::Timeout => "timeout",
+            Self::Undecodable => "undecodable body",
         }
     }
 }

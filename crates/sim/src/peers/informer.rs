@@ -3,6 +3,9 @@
 //! What follows the end of a watch is that of client-go (`tools/cache/reflector.go`, and `watch/streamwatcher.go` for
 //! broken streams):
 //!
+//! One that lists by a watch (client-go, `WatchListClient`) gets all objects as events, then a bookmark that says so,
+//! and the changes on the same stream.
+//!
 //! | end | what follows |
 //! |---|---|
 //! | clean, or the connection was closed or reset | a watch from the last version, at once; a list if it lasted less than 1 s without an event |
@@ -11,12 +14,13 @@
 //! | the watch was refused: no connection, 429 | a watch from the last version after a pause |
 //! | any other failure without a head, another status | a list after a pause |
 
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use super::objects::{List, WatchLine, parse, watch_line};
-use super::peer::Peer;
+use super::peer::{EndedRequest, Peer};
 use super::transport::{Failure, Outgoing, Response};
-use crate::checker::{Collection, Recency, Seen};
+use crate::checker::{ChangeKind, Collection, Moment, Recency, Seen};
 use jackstay_sys::clock;
 
 const FIRST_PAUSE: Duration = Duration::from_millis(800);
@@ -59,6 +63,8 @@ struct Informer {
     is_version_unavailable: bool,
     /// Its watches end after this time, to which as much is added at random.
     min_watch_seconds: f64,
+    /// Whether it gets its lists by watches.
+    lists_by_watch: bool,
     backoff: Backoff,
 }
 
@@ -83,15 +89,24 @@ impl Backoff {
 
 /// Follows a collection until the client is stopped.
 pub async fn run(peer: Peer, collection: Collection) {
-    follow(peer, collection, MIN_WATCH_SECONDS).await;
+    follow(peer, collection, (MIN_WATCH_SECONDS, false)).await;
+}
+
+/// [`run`] with lists by watches.
+pub async fn run_watch_lists(peer: Peer, collection: Collection) {
+    follow(peer, collection, (MIN_WATCH_SECONDS, true)).await;
 }
 
 /// [`run`] with watches that end after a few seconds.
 pub async fn run_short_watches(peer: Peer, collection: Collection) {
-    follow(peer, collection, SHORT_WATCH_SECONDS).await;
+    follow(peer, collection, (SHORT_WATCH_SECONDS, false)).await;
 }
 
-async fn follow(peer: Peer, collection: Collection, min_watch_seconds: f64) {
+async fn follow(
+    peer: Peer,
+    collection: Collection,
+    (min_watch_seconds, lists_by_watch): (f64, bool),
+) {
     let backoff = Backoff { pause: FIRST_PAUSE, last: None };
     let mut informer = Informer {
         peer,
@@ -100,6 +115,7 @@ async fn follow(peer: Peer, collection: Collection, min_watch_seconds: f64) {
         has_listed: false,
         is_version_unavailable: false,
         min_watch_seconds,
+        lists_by_watch,
         backoff,
     };
     if informer.peer.pause_part(Duration::from_millis(500)).await {
@@ -110,7 +126,11 @@ async fn follow(peer: Peer, collection: Collection, min_watch_seconds: f64) {
                 Next::Watch => informer.watch().await,
                 Next::WatchLater if informer.pause().await => informer.watch().await,
                 Next::List if !informer.has_listed || informer.pause().await => {
-                    informer.list().await
+                    if informer.lists_by_watch {
+                        informer.watch_list().await
+                    } else {
+                        informer.list().await
+                    }
                 }
                 _ => Next::Stop,
             }
@@ -144,11 +164,15 @@ impl Informer {
         (recency, query)
     }
 
-    async fn list(&mut self) -> Next {
+    fn begin_list(&self) {
         if self.has_listed {
             self.peer.observer.findings().relists += 1;
             self.peer.log(|| "lists again".to_owned());
         }
+    }
+
+    async fn list(&mut self) -> Next {
+        self.begin_list();
         let (recency, first_query) = self.list_query();
         let mut query = first_query;
         let mut objects = Vec::new();
@@ -192,55 +216,99 @@ impl Informer {
         if self.has_listed || self.pause().await { Next::List } else { Next::Stop }
     }
 
+    /// Watches from the last version on.
     async fn watch(&mut self) -> Next {
+        let start = format!("resourceVersion={}", self.version);
+        self.watch_from(&start, None).await
+    }
+
+    /// Lists by a watch, and goes on with it.
+    async fn watch_list(&mut self) -> Next {
+        self.begin_list();
+        let (recency, version) = if self.version == 0 || self.is_version_unavailable {
+            (Recency::MostRecent, String::new())
+        } else {
+            (Recency::NotOlderThan(self.version), format!("&resourceVersion={}", self.version))
+        };
+        let start = format!("resourceVersionMatch=NotOlderThan{version}&sendInitialEvents=true");
+        let initial =
+            InitialEvents { recency, began: self.peer.observer.moment(), objects: BTreeMap::new() };
+        let next = self.watch_from(&start, Some(initial)).await;
+        // The pause before the first list that succeeds is made here.
+        if !self.has_listed && next != Next::Stop { self.list_failed().await } else { next }
+    }
+
+    /// Sends a watch whose query has `start`, and follows it. `initial`: it begins with all objects.
+    async fn watch_from(&mut self, start: &str, initial: Option<InitialEvents>) -> Next {
         let seconds = (self.min_watch_seconds * (1.0 + fastrand::f64())) as u32;
         let target = format!(
-            "{}?allowWatchBookmarks=true&resourceVersion={}&timeoutSeconds={}&watch=true",
+            "{}?allowWatchBookmarks=true&{start}&timeoutSeconds={seconds}&watch=true",
             self.collection.path(),
-            self.version,
-            seconds
         );
         let request = self.peer.client.next_request();
-        let outgoing = Outgoing::get(target);
         let began = clock::now();
+        let response = match self.open(request, &Outgoing::get(target)).await {
+            Ok(response) => response,
+            Err(next) => return next,
+        };
+        // A watch that begins in an outage is held, and its time counts from the end of that.
+        let head_at = clock::now();
+        if initial.is_none() {
+            self.peer.saw_now(self.collection, request, Seen::WatchStarted(self.version));
+        }
+        let mut follower = Follower { informer: self, request, events: 0, initial };
+        let next = follower.follow(response).await;
+        let is_short = follower.events == 0 && clock::now() < began + SHORT_WATCH;
+        let is_listed = follower.initial.is_none();
+        let lasted = clock::now() - head_at;
+        if lasted > Duration::from_secs(seconds.into()) + MAX_OVERTIME {
+            self.peer.violation(request, &format!("a watch of {seconds} s lasted {lasted:?}"));
+        }
+        match next {
+            Next::Watch | Next::WatchLater if is_short || !is_listed => Next::List,
+            next => next,
+        }
+    }
+
+    /// Sends a watch and waits for its head. An error is what follows.
+    async fn open(&mut self, request: u64, outgoing: &Outgoing) -> Result<Response, Next> {
         let client = self.peer.client.clone();
         let was_revoked = client.is_revoked();
         let opened = tokio::select! {
             biased;
-            () = self.peer.stop.stopped() => return Next::Stop,
-            opened = client.open(request, &outgoing) => opened,
+            () = self.peer.stop.stopped() => return Err(Next::Stop),
+            opened = client.open(request, outgoing) => opened,
         };
         if let Ok(response) = &opened {
             let status = response.head.status.as_u16();
             self.peer.check_credential(request, status, was_revoked);
         }
-        let response = match opened {
-            Ok(response) if response.head.status == 200 => response,
+        match opened {
+            Ok(response) if response.head.status == 200 => Ok(response),
             Ok(response) => {
                 let status = response.head.status.as_u16();
                 self.peer.log(|| format!("request {request}: watch refused with {status}"));
-                return if status == 429 { Next::WatchLater } else { Next::List };
+                self.is_version_unavailable |= status == 410;
+                Err(if status == 429 { Next::WatchLater } else { Next::List })
             }
             Err(failure) => {
                 // A refused connection has broken none.
                 let is_broken = failure != Failure::Refused;
                 self.peer.observer.findings().watches_broken += u64::from(is_broken);
                 self.peer.log(|| format!("request {request}: watch: {}", failure.as_str()));
-                return if failure == Failure::Refused { Next::WatchLater } else { Next::List };
+                Err(if failure == Failure::Refused { Next::WatchLater } else { Next::List })
             }
-        };
-        // A watch that begins in an outage is held, and its time counts from the end of that.
-        let head_at = clock::now();
-        self.peer.saw_now(self.collection, request, Seen::WatchStarted(self.version));
-        let mut follower = Follower { informer: self, request, events: 0 };
-        let next = follower.follow(response).await;
-        let is_short = follower.events == 0 && clock::now() < began + SHORT_WATCH;
-        let lasted = clock::now() - head_at;
-        if lasted > Duration::from_secs(seconds.into()) + MAX_OVERTIME {
-            self.peer.violation(request, &format!("a watch of {seconds} s lasted {lasted:?}"));
         }
-        if next == Next::Watch && is_short { Next::List } else { next }
     }
+}
+
+/// The objects of a watch that begins with all of them, as far as they have arrived.
+#[derive(Debug)]
+struct InitialEvents {
+    recency: Recency,
+    began: Moment,
+    /// The version of each object.
+    objects: BTreeMap<String, u64>,
 }
 
 /// Reads the body of a watch.
@@ -250,6 +318,8 @@ struct Follower<'a> {
     request: u64,
     /// Events and bookmarks.
     events: u32,
+    /// `None` once it has all objects.
+    initial: Option<InitialEvents>,
 }
 
 impl Follower<'_> {
@@ -292,6 +362,9 @@ impl Follower<'_> {
         let peer = &self.informer.peer;
         peer.log(|| format!("request {}: watch broken: {}", self.request, failure.as_str()));
         peer.observer.findings().watches_broken += 1;
+        if failure == Failure::Undecodable {
+            peer.violation(self.request, "an undecodable watch");
+        }
         if failure == Failure::Closed { Next::Watch } else { Next::List }
     }
 
@@ -300,12 +373,33 @@ impl Follower<'_> {
         let informer = &mut *self.informer;
         let (peer, collection) = (&informer.peer, informer.collection);
         let (version, seen) = match watch_line(line) {
+            Some(WatchLine::Changed(kind, object)) if self.initial.is_some() => {
+                let objects = &mut self.initial.as_mut()?.objects;
+                let (key, version) = (object.metadata.key(), object.metadata.version()?);
+                if kind == ChangeKind::Deleted {
+                    objects.remove(&key);
+                } else {
+                    objects.insert(key, version);
+                }
+                return None;
+            }
+            Some(WatchLine::InitialEventsEnd(version)) if self.initial.is_some() => {
+                let InitialEvents { recency, began, objects } = self.initial.take()?;
+                let (request, ended) = (self.request, peer.observer.moment());
+                let ended = EndedRequest { request, began, ended, answer: None };
+                let objects = objects.into_iter().collect();
+                peer.saw(collection, &ended, Seen::List { recency, version, objects });
+                (informer.has_listed, informer.is_version_unavailable) = (true, false);
+                (version, Seen::WatchStarted(version))
+            }
             Some(WatchLine::Changed(kind, object)) => {
                 let (key, token) = (object.metadata.key(), object.metadata.token());
                 let version = object.metadata.version()?;
                 (version, Seen::Event { kind, key, version, token })
             }
-            Some(WatchLine::Bookmark(version)) => (version, Seen::Bookmark(version)),
+            Some(WatchLine::Bookmark(version) | WatchLine::InitialEventsEnd(version)) => {
+                (version, Seen::Bookmark(version))
+            }
             Some(WatchLine::Error(status)) => {
                 peer.log(|| format!("request {}: watch failed with {status}", self.request));
                 return Some(Next::List);

@@ -10,6 +10,7 @@
 
 pub mod bulk;
 mod connection;
+mod gzip;
 pub mod hostile;
 pub mod informer;
 pub mod lease;

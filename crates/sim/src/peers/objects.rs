@@ -11,6 +11,9 @@ use crate::checker::{ChangeKind, Collection};
 /// The annotation with the token of the last write, as 16 hexadecimal digits. Each write has another token.
 pub const TOKEN: &str = "sim.jackstay/write";
 
+/// The annotation of the bookmark that follows all objects with which a watch begins.
+const INITIAL_EVENTS_END: &str = "k8s.io/initial-events-end";
+
 /// The metadata of an object or a list.
 #[derive(Debug, Default, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
@@ -53,6 +56,8 @@ pub enum WatchLine {
     Changed(ChangeKind, Object),
     /// Everything up to this version was sent.
     Bookmark(u64),
+    /// All objects of this version were sent, with which the watch has begun.
+    InitialEventsEnd(u64),
     /// The watch failed with this status.
     Error(u16),
 }
@@ -70,7 +75,11 @@ impl Metadata {
 
     /// The token of the last write.
     pub fn token(&self) -> Option<u64> {
-        parse_token(self.annotations.as_ref()?.get(TOKEN)?)
+        parse_token(self.annotation(TOKEN)?)
+    }
+
+    fn annotation(&self, name: &str) -> Option<&str> {
+        self.annotations.as_ref()?.get(name).map(String::as_str)
     }
 }
 
@@ -114,7 +123,9 @@ pub fn watch_line(line: &[u8]) -> Option<WatchLine> {
         }
         "BOOKMARK" => {
             let object = Object::deserialize(object).ok()?;
-            return object.metadata.version().map(WatchLine::Bookmark);
+            let is_end = object.metadata.annotation(INITIAL_EVENTS_END) == Some("true");
+            let line = if is_end { WatchLine::InitialEventsEnd } else { WatchLine::Bookmark };
+            return object.metadata.version().map(line);
         }
         _ => return None,
     };

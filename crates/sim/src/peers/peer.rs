@@ -62,6 +62,9 @@ impl Peer {
         if let Some(Ok(answer)) = &answer {
             self.check_credential(request, answer.status, was_revoked);
         }
+        if let Some(Err(Failure::Undecodable)) = answer {
+            self.violation(request, "an undecodable body");
+        }
         let ended = EndedRequest { request, began, ended: self.observer.moment(), answer };
         self.observer.log(|| {
             let result = match &ended.answer {

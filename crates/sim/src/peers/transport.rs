@@ -6,12 +6,15 @@ use std::fmt;
 use std::net::SocketAddr;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bytes::{Bytes, BytesMut};
 use h2::RecvStream;
-use http::header::{ACCEPT, AUTHORIZATION, CONTENT_TYPE, RETRY_AFTER, USER_AGENT};
+use http::header::{
+    ACCEPT, ACCEPT_ENCODING, AUTHORIZATION, CONTENT_ENCODING, CONTENT_TYPE, RETRY_AFTER, USER_AGENT,
+};
 use http::{HeaderValue, Method, Request, response};
+use jackstay_sys::clock;
 use jackstay_sys::sockets::virtual_network::VirtualNetwork;
 use rustls::ClientConfig;
 use rustls::client::Resumption;
@@ -21,6 +24,7 @@ use tokio_rustls::TlsConnector;
 
 pub use super::connection::Failure;
 use super::connection::{Connection, Destination, NoHead, StreamPermit, dial};
+use super::gzip::GzipBody;
 
 /// Window of a stream in bytes (`x/net/http2`, `transportDefaultStreamFlow`).
 const STREAM_WINDOW: u32 = 4 << 20;
@@ -29,6 +33,7 @@ const MAX_REPEATS: u32 = 6;
 /// How often a request is sent again after a `Retry-After` (client-go, `rest/request.go`, `maxRetries`).
 const MAX_RETRIES: u32 = 10;
 const JSON: HeaderValue = HeaderValue::from_static("application/json");
+const GZIP: HeaderValue = HeaderValue::from_static("gzip");
 const AGENT: HeaderValue = HeaderValue::from_static("jackstay-sim");
 
 /// How a client differs from the usual one.
@@ -41,6 +46,8 @@ pub struct ClientOptions {
     /// Whether a response of 429 or 5xx with a `Retry-After` makes it send the request again, whatever its method, as
     /// client-go does.
     pub retries_after: bool,
+    /// Whether it accepts compressed responses, as client-go does unless its user has turned that off.
+    pub accepts_gzip: bool,
     /// The `Audit-ID` of a request that has none is this name and the number of the request, by which the record of an
     /// apiserver shows whose request it was. None by default.
     pub name: Option<String>,
@@ -48,7 +55,13 @@ pub struct ClientOptions {
 
 impl Default for ClientOptions {
     fn default() -> Self {
-        Self { token: None, stream_window: STREAM_WINDOW, retries_after: true, name: None }
+        Self {
+            token: None,
+            stream_window: STREAM_WINDOW,
+            retries_after: true,
+            accepts_gzip: false,
+            name: None,
+        }
     }
 }
 
@@ -82,6 +95,8 @@ struct Shared {
     requests: Cell<u64>,
     /// Requests that were sent, those that were sent again included.
     sent: Cell<u64>,
+    /// When those were sent that have a name of the client, by `Audit-ID`.
+    sent_at: RefCell<Vec<(String, Instant)>>,
     dials: Cell<u64>,
 }
 
@@ -92,6 +107,8 @@ pub struct Response {
     /// The head.
     pub head: response::Parts,
     body: RecvStream,
+    /// Decodes the body, if it is compressed.
+    gzip: Option<GzipBody>,
     stream: StreamPermit,
 }
 
@@ -177,6 +194,7 @@ impl Client {
             changed: Notify::new(),
             requests: Cell::new(0),
             sent: Cell::new(0),
+            sent_at: RefCell::default(),
             dials: Cell::new(0),
         }))
     }
@@ -301,7 +319,8 @@ impl Client {
         let response = stream.send(self.request_head(outgoing), body).await?;
         let response = response.await.map_err(|error| stream.no_head(&error))?;
         let (head, body) = response.into_parts();
-        Ok(Response { request, head, body, stream })
+        let is_compressed = head.headers.get(CONTENT_ENCODING).is_some_and(|coding| coding == GZIP);
+        Ok(Response { request, head, body, gzip: is_compressed.then(GzipBody::new), stream })
     }
 
     fn request_head(&self, outgoing: &Outgoing) -> Request<()> {
@@ -311,6 +330,9 @@ impl Client {
         if let Some(headers) = head.headers_mut() {
             headers.insert(ACCEPT, JSON);
             headers.insert(USER_AGENT, AGENT);
+            if self.0.options.accepts_gzip {
+                headers.insert(ACCEPT_ENCODING, GZIP);
+            }
             if let Some(authorization) = &*self.0.authorization.borrow() {
                 headers.insert(AUTHORIZATION, authorization.clone());
             }
@@ -321,6 +343,7 @@ impl Client {
                 headers.insert("audit-id", id.clone());
             } else if let Some(name) = &self.0.options.name {
                 let id = format!("{name}-{}", self.0.sent.get());
+                self.0.sent_at.borrow_mut().push((id.clone(), clock::now()));
                 headers.insert("audit-id", HeaderValue::try_from(id).expect("letters and digits"));
             }
         }
@@ -400,6 +423,11 @@ impl Client {
         }
     }
 
+    /// When each request was sent that has a name of the client, by `Audit-ID`.
+    pub fn sent(&self) -> Vec<(String, Instant)> {
+        self.0.sent_at.borrow().clone()
+    }
+
     /// Dials so far.
     pub fn dials(&self) -> u64 {
         self.0.dials.get()
@@ -424,15 +452,16 @@ impl Response {
     /// The next part of the body, `None` at its end. The window of the stream grows by what was read.
     ///
     /// # Errors
-    /// The stream or its connection has failed.
+    /// The stream or its connection has failed, or the body cannot be decoded.
     pub async fn chunk(&mut self) -> Result<Option<Bytes>, Failure> {
-        match self.body.data().await {
-            None => Ok(None),
-            Some(Err(error)) => Err(self.stream.failure(&error)),
-            Some(Ok(chunk)) => {
+        match (self.body.data().await, &mut self.gzip) {
+            (None, None) => Ok(None),
+            (None, Some(gzip)) => gzip.end().map(|()| None),
+            (Some(Err(error)), _) => Err(self.stream.failure(&error)),
+            (Some(Ok(chunk)), gzip) => {
                 // It fails if the stream has ended, which the next call shows.
                 let _ = self.body.flow_control().release_capacity(chunk.len());
-                Ok(Some(chunk))
+                gzip.as_mut().map_or(Ok(chunk.clone()), |gzip| gzip.decode(&chunk)).map(Some)
             }
         }
     }

@@ -4,6 +4,7 @@
 //! to the informers. The body of an abandoned upload begins with a complete document, after which only white space is
 //! missing: a server that takes it for a complete body carries the write out.
 
+use std::iter::repeat_with;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -49,7 +50,9 @@ pub async fn run(peer: Peer, collection: Collection) {
 async fn write(peer: &Peer, collection: Collection, name: &str, is_new: bool) {
     let (token, size) = (fastrand::u64(1..), fastrand::usize(SIZES));
     let mut body = object(&collection, name, token);
-    body["data"] = json!({ "payload": "x".repeat(size) });
+    // As a certificate or a key, it can hardly be compressed.
+    let payload: String = repeat_with(fastrand::alphanumeric).take(size).collect();
+    body["data"] = json!({ "payload": payload });
     let (kind, outgoing) = if is_new {
         (ChangeKind::Added, Outgoing::json(Method::POST, collection.path(), &body))
     } else {

@@ -8,6 +8,9 @@ use crate::scenario::{Role, Sim};
 pub(super) const MS: Duration = Duration::from_millis(1);
 pub(super) const SECOND: Duration = Duration::from_secs(1);
 
+/// The time between two bookmarks of a watch in scenarios of some seconds whose faults meet bookmarks, too.
+pub(super) const BOOKMARKS: Duration = Duration::from_secs(5);
+
 /// Clients as in the table of the README, in smaller numbers.
 pub(super) fn clients(seed: u64) -> Sim {
     Sim::seed(seed)

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::common::{MS, READS, SECOND, clients, start};
+use super::common::{BOOKMARKS, MS, READS, SECOND, clients, start};
 use crate::credential::Credential;
 use crate::faults::FaultKind;
 use crate::invariants::Promises;
@@ -92,7 +92,7 @@ pub(super) const SCENARIOS: &[Scenario] = &[
             let backup = start(seed);
             let (killed, restored, up) =
                 (backup + age, backup + age + SECOND, backup + age + 2 * SECOND);
-            let sim = clients(seed).credentials(&MIXED);
+            let sim = clients(seed).credentials(&MIXED).bookmark_interval(BOOKMARKS);
             let sim = sim.fault(0, FaultKind::BackUpEtcd).at(backup);
             let sim = sim.fault(0, FaultKind::RestoreEtcd).at(restored);
             (0..3).fold(sim, |sim, at| sim.fault(at, FaultKind::Kill).at(killed).until(up))

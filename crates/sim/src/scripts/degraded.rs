@@ -12,7 +12,8 @@ use jackstay_config::Config;
 use jackstay_sys::clock;
 use tokio::time::sleep;
 
-use super::requests::{CONFIG_MAPS, Watch, create, get};
+use super::objects::CONFIG_MAPS;
+use super::requests::{Watch, create, get};
 use super::testbed::{Proxy, Testbed, all, until};
 use crate::faults::FaultKind;
 use crate::peers::transport::Client;

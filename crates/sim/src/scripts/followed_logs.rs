@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use jackstay_sys::clock;
 
-use super::requests::{CONFIG_MAPS, FollowedLog, Watch, create, get};
+use super::objects::CONFIG_MAPS;
+use super::requests::{FollowedLog, Watch, create, get};
 use super::testbed::{Proxy, Testbed, until};
 
 async fn start(testbed: &Testbed) -> Proxy {

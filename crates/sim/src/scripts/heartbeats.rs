@@ -10,7 +10,8 @@ use jackstay_config::{HeartbeatResource, Mode};
 use serde_json::json;
 use tokio::time::sleep;
 
-use super::requests::{CONFIG_MAPS, Reply, config_map, create, send};
+use super::objects::{CONFIG_MAPS, config_map};
+use super::requests::{Reply, create, send};
 use super::testbed::{Testbed, until};
 use crate::faults::FaultKind;
 use crate::peers::transport::Outgoing;

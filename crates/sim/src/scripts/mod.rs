@@ -1,21 +1,25 @@
 //! Scripts: clients that make certain requests while apiservers and paths have certain faults, and assert what jackstay
 //! answers, and when. Each one runs with any seed, which decides what it leaves open.
 //!
-//! * [`testbed`], [`requests`], [`http1`]: what a script acts on, and what it sends.
+//! * [`script`]: a script, and its run.
+//! * [`testbed`], [`objects`], [`requests`], [`http1`]: what a script acts on, and what it sends.
 //! * The others have the scripts by subject.
 
 pub mod http1;
+pub mod objects;
 pub mod requests;
+pub mod script;
 pub mod testbed;
 
 mod degraded;
 mod followed_logs;
 mod heartbeats;
 mod held_watches;
+mod limits;
 mod outage;
 mod stopped;
 
-use crate::shell::script::Script;
+use self::script::Script;
 
 /// Every script.
 pub const ALL: &[Script] = &[
@@ -192,6 +196,24 @@ pub const ALL: &[Script] = &[
         about: "a heartbeat ends when its apiserver becomes unhealthy",
         servers: 1,
         steps: |testbed| Box::pin(heartbeats::later(testbed)),
+    },
+    Script {
+        name: "limit-connections",
+        about: "a user that opens too many connections is refused, and others connect",
+        servers: 2,
+        steps: |testbed| Box::pin(limits::connections(testbed)),
+    },
+    Script {
+        name: "limit-memory",
+        about: "a user whose uploads fill the memory is refused, and others are served",
+        servers: 2,
+        steps: |testbed| Box::pin(limits::memory(testbed)),
+    },
+    Script {
+        name: "limit-revoked-token",
+        about: "a flood of requests with a revoked token delays no valid token",
+        servers: 2,
+        steps: |testbed| Box::pin(limits::revoked_token(testbed)),
     },
 ];
 

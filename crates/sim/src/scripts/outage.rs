@@ -8,7 +8,8 @@ use jackstay_sys::sockets::virtual_network::VirtualListener;
 use tokio::io::AsyncReadExt;
 use tokio::time::sleep;
 
-use super::requests::{CONFIG_MAPS, create, expect_503, get, until_read};
+use super::objects::CONFIG_MAPS;
+use super::requests::{create, expect_503, get, until_read};
 use super::testbed::{Testbed, all, until};
 use crate::faults::FaultKind;
 use crate::net::{ProcessState, SocketOptions};

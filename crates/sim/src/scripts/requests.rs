@@ -7,15 +7,14 @@ use std::time::{Duration, Instant};
 use bytes::BytesMut;
 use http::{HeaderMap, Method};
 use jackstay_sys::clock;
-use serde_json::{Value, json};
+use serde_json::Value;
 use tokio::task::{JoinHandle, spawn_local};
 
+use super::objects::{CONFIG_MAPS, config_map};
 use super::testbed::{Testbed, all, until};
 use crate::peers::objects::{WatchLine, watch_line};
 use crate::peers::transport::{Client, Failure, Outgoing, Response};
 
-/// The config maps of the namespace `default`.
-pub const CONFIG_MAPS: &str = "/api/v1/namespaces/default/configmaps";
 /// The log of a pod that the store has.
 pub const LOG: &str = "/api/v1/namespaces/default/pods/o1/log";
 /// The promise for a request that no apiserver can serve.
@@ -49,16 +48,6 @@ impl Reply {
         assert_eq!(body["kind"], "Status", "{body}");
         body["message"].as_str().unwrap_or_default().to_owned()
     }
-}
-
-/// A config map with `value` in its data.
-pub fn config_map(name: &str, value: &str) -> Value {
-    json!({
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": { "name": name, "namespace": "default" },
-        "data": { "v": value },
-    })
 }
 
 /// Sends a request and reads the whole response.

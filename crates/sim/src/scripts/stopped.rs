@@ -11,9 +11,8 @@ use jackstay_sys::clock;
 use tokio::time::sleep;
 
 use super::http1;
-use super::requests::{
-    ANSWERED_WITHIN, CONFIG_MAPS, Watch, config_map, create, get, send, until_read,
-};
+use super::objects::{CONFIG_MAPS, config_map};
+use super::requests::{ANSWERED_WITHIN, Watch, create, get, send, until_read};
 use super::testbed::{Proxy, Testbed, all, until};
 use crate::faults::FaultKind;
 use crate::peers::transport::{Client, Outgoing};

@@ -6,7 +6,7 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use jackstay::observe::events::{Event, EventKind};
 use jackstay::upstream::Upstream;
@@ -24,15 +24,14 @@ use rustls::ClientConfig;
 use rustls::pki_types::ServerName;
 use tokio::time::sleep;
 
-use super::requests::{CONFIG_MAPS, config_map};
+use super::objects::{CONFIG_MAPS, config_map};
 use crate::faults::{Fault, FaultKind};
 use crate::net::sockets::SocketNetwork;
 use crate::net::{HostId, ProcessId, SocketOptions};
 use crate::peers::transport::{Client, ClientOptions};
 use crate::scenario::Sim;
 use crate::shell::program::{PORT, Program};
-use crate::shell::run::World;
-use crate::shell::script::Figure;
+use crate::shell::run::world::World;
 
 /// How long [`until`] waits.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -48,6 +47,15 @@ pub struct Testbed {
     faults: RefCell<Vec<Fault>>,
     figures: RefCell<BTreeMap<String, Figure>>,
     began: Instant,
+}
+
+/// A measured time and its promise.
+#[derive(Debug, Clone, Copy)]
+pub struct Figure {
+    /// The time.
+    pub took: Duration,
+    /// The longest time that is promised.
+    pub promise: Duration,
 }
 
 /// A jackstay of a script.
@@ -76,7 +84,7 @@ impl Testbed {
 
     /// The store.
     pub fn cluster(&self) -> Cluster {
-        self.world.borrow().cluster.clone()
+        self.world.borrow().store().clone()
     }
 
     /// The number of apiservers.
@@ -144,6 +152,11 @@ impl Testbed {
         self.world.borrow().network.clone()
     }
 
+    /// The date of the clocks of the apiservers.
+    pub fn date(&self) -> SystemTime {
+        self.cluster().clock().now()
+    }
+
     /// A new process on the host of an apiserver.
     pub fn process_beside(&self, server: usize) -> ProcessId {
         self.network().add_process(server as HostId)
@@ -168,20 +181,25 @@ impl Testbed {
 
     /// A client of jackstay with the certificate of the node.
     pub fn client(&self, proxy: &Proxy) -> Client {
-        self.client_with(proxy, self.tls(), None)
+        client_with(self.network_of(proxy), self.tls(), None)
     }
 
     /// A client of jackstay with a token, which becomes that of a user.
     pub fn token_client(&self, proxy: &Proxy, token: &str) -> Client {
-        self.cluster().add_token(token, User::new(token, &[]));
-        let tls = self.world.borrow().certificates.anonymous().expect("a trusted authority");
-        self.client_with(proxy, tls, Some(token.to_owned()))
+        self.client_with_token(self.network_of(proxy), token)
     }
 
-    fn client_with(&self, proxy: &Proxy, tls: ClientConfig, token: Option<String>) -> Client {
-        let options = ClientOptions { token, retries_after: false, ..ClientOptions::default() };
-        let name = ServerName::try_from("localhost").expect("a name");
-        Client::new(self.network_of(proxy), Proxy::address(), tls, name, options)
+    /// [`Self::token_client`] that is a process of this user.
+    pub fn user_client(&self, proxy: &Proxy, token: &str, user: u32) -> Client {
+        let network = self.network();
+        let process = network.add_process_of(proxy.host, user);
+        self.client_with_token(network.of_process_with(process, SocketOptions::go()), token)
+    }
+
+    fn client_with_token(&self, network: Arc<dyn VirtualNetwork>, token: &str) -> Client {
+        self.cluster().add_token(token, User::new(token, &[]));
+        let tls = self.world.borrow().certificates.anonymous().expect("a trusted authority");
+        client_with(network, tls, Some(token.to_owned()))
     }
 
     /// The network as a new process on the host of a jackstay sees it.
@@ -236,6 +254,16 @@ impl Testbed {
         figure.took = figure.took.max(took);
         assert!(took <= promise, "{what}: {took:.3?}, promised {promise:?}");
     }
+}
+
+fn client_with(
+    network: Arc<dyn VirtualNetwork>,
+    tls: ClientConfig,
+    token: Option<String>,
+) -> Client {
+    let options = ClientOptions { token, retries_after: false, ..ClientOptions::default() };
+    let name = ServerName::try_from("localhost").expect("a name");
+    Client::new(network, Proxy::address(), tls, name, options)
 }
 
 impl Proxy {
@@ -294,7 +322,7 @@ impl Proxy {
 
     /// The sum of all series that begin with `name`, which may include labels. They are whole numbers.
     pub fn metric(&self, name: &str) -> u64 {
-        let metrics = self.program.metrics.render();
+        let metrics = self.program.scrape();
         let lines = metrics.lines().filter(|line| line.starts_with(name));
         let values = lines.filter_map(|line| line.rsplit_once(' ')?.1.parse::<f64>().ok());
         values.map(|value| value as u64).sum()

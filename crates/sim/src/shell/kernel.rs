@@ -13,6 +13,11 @@ use std::time::Duration;
 use rustix::rand::GetRandomFlags;
 use rustix::time::{ClockId, Timespec};
 
+/// The date at the beginning of every run, since the epoch: 2030-01-01.
+pub const START: Duration = Duration::from_secs(1_893_456_000);
+/// The date at which the process starts, an hour before.
+pub const STARTED: Duration = Duration::from_secs(1_893_452_400);
+
 /// The state of the generator; 0 before the run.
 static RANDOM: AtomicU64 = AtomicU64::new(0);
 /// Nanoseconds since the epoch of all clocks; 0 before the run.

@@ -8,8 +8,8 @@
 //! * [`program`], [`servers`], [`crate::peers`]: jackstay, the apiservers, and the clients.
 //! * [`certificates`], [`store`]: what they prove to each other, and what they read and write.
 //!
-//! [`run()`] and [`run_fleet`] run a scenario ([`crate::scenario::Sim`]) with them, and [`script::run`] one of
-//! [`crate::scripts`].
+//! [`run()`] and [`run_fleet`] run a scenario ([`crate::scenario::Sim`]) with them, and
+//! [`crate::scripts::script::run`] a script.
 
 pub mod certificates;
 pub mod kernel;
@@ -17,11 +17,11 @@ pub mod panics;
 pub mod process;
 pub mod program;
 pub mod runtime;
-pub mod script;
 pub mod servers;
 pub mod store;
 mod traffic;
 
 pub(crate) mod run;
 
-pub use self::run::{ShellRun, run, run_fleet};
+pub use self::run::outcome::ShellRun;
+pub use self::run::{FleetRun, run, run_fleet};

@@ -25,7 +25,7 @@ use jackstay::observe::{Liveness, Metrics};
 use jackstay::proxy::identity_lane::IdentityLane;
 use jackstay::proxy::request_body;
 use jackstay::upstream::Upstream;
-use jackstay_config::Config;
+use jackstay_config::{Config, MemoryLimit};
 use jackstay_core::admission::{DEFAULT_LIMIT, MemoryBudget};
 use jackstay_net::loaded_files::LoadedFiles;
 use jackstay_sys::sockets::connector::Connector;
@@ -43,14 +43,21 @@ use crate::net::sockets::SocketNetwork;
 pub const PORT: u16 = 7443;
 /// The port of the listener after [`Program::replace_upstream`]. Connections to [`PORT`] remain.
 const SECOND_PORT: u16 = PORT + 1;
+/// The ports of the listeners of two clusters differ by this number.
+const PORTS_OF_CLUSTER: u16 = 10;
 /// The port of the apiservers.
 pub const APISERVER_PORT: u16 = 6443;
+
+/// The port that the clients of a cluster connect to.
+pub fn port_of(cluster: usize) -> u16 {
+    PORT + PORTS_OF_CLUSTER * cluster as u16
+}
 
 /// What a run configures; the rest has the program's defaults.
 #[derive(Debug, Clone)]
 pub struct Configuration {
-    /// The addresses of the apiservers.
-    pub endpoints: Vec<SocketAddr>,
+    /// The addresses of the apiservers of each cluster.
+    pub clusters: Vec<Vec<SocketAddr>>,
     /// `health.ping_interval`.
     pub ping_interval: Duration,
     /// `connections.max`.
@@ -214,12 +221,15 @@ impl Parts {
             .map_err(|error| io::Error::other(error.to_string()))
     }
 
-    /// The sockets of the listeners of this configuration, on this port.
+    /// The sockets of the listeners of this configuration, of which the first one has this port.
     fn listen(&self, active: &ActiveConfig, port: u16) -> io::Result<Sockets> {
         let mut sockets = HashMap::new();
-        for (id, _) in active.listeners.iter().flat_map(|listener| &listener.sockets) {
-            let listener = self.network.listen(self.process, port)?;
-            sockets.insert(*id, vec![DetachedListener::Virtual(listener)]);
+        for (number, listener) in active.listeners.iter().enumerate() {
+            let port = port + PORTS_OF_CLUSTER * number as u16;
+            for (id, _) in &listener.sockets {
+                let listener = self.network.listen(self.process, port)?;
+                sockets.insert(*id, vec![DetachedListener::Virtual(listener)]);
+            }
         }
         Ok(sockets)
     }
@@ -258,6 +268,10 @@ pub fn start(
         process,
     };
     let active = parts.load(("apiservers", PORT), &metrics)?;
+    // Otherwise the limit is that of the cgroup of this machine.
+    if let MemoryLimit::Bytes(bytes) = active.config.memory_limit {
+        parts.memory.set_limit(usize::try_from(bytes).unwrap_or(usize::MAX));
+    }
     let (drain, draining) = watch::channel(false);
     let (close, closed) = watch::channel(false);
     let (force, forced) = watch::channel(false);
@@ -319,30 +333,57 @@ async fn upkeep(metrics: Arc<Metrics>) {
 }
 
 impl Configuration {
+    /// The file. The upstream of the first cluster has this name, and its listener this port.
     fn text(&self, certificates: &Path, (name, port): (&str, u16)) -> String {
-        let mut text = String::new();
-        let endpoints: Vec<_> = self.endpoints.iter().map(|one| format!("\"{one}\"")).collect();
+        let (mut upstreams, mut listeners) = (String::new(), String::new());
+        for (number, endpoints) in self.clusters.iter().enumerate() {
+            let name = if number == 0 { name.to_owned() } else { format!("{name}-{number}") };
+            self.upstream(&mut upstreams, certificates, (&name, endpoints));
+            let port = port + PORTS_OF_CLUSTER * number as u16;
+            let listener = if number == 0 { "clients" } else { &format!("clients-{number}") };
+            self.listener(&mut listeners, certificates, (listener, &name, port));
+        }
+        let &Self { has_identity_lane, .. } = self;
+        let (state_dir, drain) = (self.state_dir.display(), self.drain_timeout.as_millis());
+        format!(
+            "state_dir: {state_dir}\nidentity_lane: {has_identity_lane}\nshutdown: {{ drain_timeout: {drain}ms }}\n\
+             upstreams:\n{upstreams}listeners:\n{listeners}"
+        )
+    }
+
+    fn upstream(
+        &self,
+        text: &mut String,
+        certificates: &Path,
+        (name, endpoints): (&str, &[SocketAddr]),
+    ) {
+        let endpoints: Vec<_> = endpoints.iter().map(|one| format!("\"{one}\"")).collect();
         let (endpoints, directory) = (endpoints.join(", "), certificates.display());
-        let &Self { ping_interval, max_connections, has_identity_lane, .. } = self;
-        let (interval, drain) = (ping_interval.as_millis(), self.drain_timeout.as_millis());
-        let state_dir = self.state_dir.display();
+        let (interval, max_connections) = (self.ping_interval.as_millis(), self.max_connections);
         // Writing to a string does not fail.
         let _ = write!(
             text,
-            r#"
-state_dir: {state_dir}
-identity_lane: {has_identity_lane}
-shutdown: {{ drain_timeout: {drain}ms }}
-upstreams:
-  - name: {name}
+            r"  - name: {name}
     endpoints: [{endpoints}]
     tls: {{ ca_file: {directory}/ca.crt }}
     connections: {{ max: {max_connections} }}
     health: {{ ping_interval: {interval}ms }}
-listeners:
-  - name: clients
+"
+        );
+    }
+
+    fn listener(
+        &self,
+        text: &mut String,
+        certificates: &Path,
+        (name, upstream, port): (&str, &str, u16),
+    ) {
+        let directory = certificates.display();
+        let _ = write!(
+            text,
+            r#"  - name: {name}
     bind: ["127.0.0.1:{port}"]
-    upstream: {name}
+    upstream: {upstream}
     tls: {{ cert_file: {directory}/serving.pem, key_file: {directory}/serving.pem }}
 "#
         );
@@ -354,6 +395,5 @@ listeners:
 "
             );
         }
-        text
     }
 }

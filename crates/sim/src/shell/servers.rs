@@ -44,10 +44,11 @@ impl Apiserver {
         host: HostId,
         cluster: &Cluster,
         certificates: &Certificates,
-        max_streams: u32,
+        (max_streams, compresses_responses): (u32, bool),
     ) -> io::Result<Self> {
         let address = SocketNetwork::address_of(host).to_string();
         let mut options = Options::named(&format!("apiserver-{host}"));
+        options.compresses_responses = compresses_responses;
         options.certificate = Some(certificates.serving(&[&address])?);
         let server = ApiServer::new(cluster, certificates.pki(), options)?;
         server.set_faults(|faults| {

@@ -5,7 +5,7 @@ use std::time::{Duration, SystemTime};
 
 use jackstay_apiserver::WallClock;
 use jackstay_apiserver::cluster::{ChangeType, Cluster, Commit};
-use jackstay_apiserver::kinds::{self, Kind};
+use jackstay_apiserver::kinds::{self, Kind, ObjectRef};
 use serde_json::json;
 
 use crate::checker::{Change, ChangeKind, Collection, History, Moment, Restore};
@@ -15,8 +15,6 @@ use crate::peers::objects;
 pub const PODS: u32 = 20;
 /// Config maps in the store that every client may write.
 pub const CONFIG_MAPS: u32 = 20;
-/// The time between two bookmarks of a watch. kube-apiserver sends one a minute; a run takes a few seconds.
-const BOOKMARKS: Duration = Duration::from_secs(5);
 /// Secrets that bulk readers list.
 const SECRETS: u32 = 1_000;
 /// Bytes of a secret in base64, which with its metadata has 1.5 KB.
@@ -24,14 +22,29 @@ const SECRET_PAYLOAD: usize = 1_200;
 /// The first token of the secrets, which are below those of the other objects.
 const SECRET_TOKENS: u64 = u64::MAX - (1 << 20);
 
-/// A store with the objects that clients read and write.
+/// A store with the objects that clients read and write, after so many other writes. Its watches get a bookmark at this
+/// interval.
 ///
 /// # Errors
 /// An object is not accepted.
-pub fn filled(date: SystemTime) -> io::Result<Cluster> {
+pub fn filled(
+    date: SystemTime,
+    bookmark_interval: Duration,
+    writes_before: u64,
+) -> io::Result<Cluster> {
     let cluster = Cluster::with_clock(WallClock::starting_at(date));
+    for number in 0..writes_before {
+        let name = format!("before-{number}");
+        let object = objects::object(&Collection::CONFIG_MAPS, &name, number);
+        let namespace = Collection::CONFIG_MAPS.namespace;
+        let created = cluster.create(&kinds::CONFIG_MAPS, namespace, object, false);
+        created.map_err(|error| io::Error::other(error.message))?;
+        let reference = ObjectRef { kind: &kinds::CONFIG_MAPS, namespace, name: &name };
+        let deleted = cluster.delete(reference, &serde_json::Value::Null, false);
+        deleted.map_err(|error| io::Error::other(error.message))?;
+    }
     cluster.record_commits(usize::MAX);
-    cluster.set_bookmark_interval(BOOKMARKS);
+    cluster.set_bookmark_interval(bookmark_interval);
     let kinds: [(&'static Kind, Collection, u32); 2] = [
         (&kinds::PODS, Collection::PODS, PODS),
         (&kinds::CONFIG_MAPS, Collection::CONFIG_MAPS, CONFIG_MAPS),

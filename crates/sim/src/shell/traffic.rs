@@ -1,6 +1,6 @@
 //! What the jackstay of a node has sent, as apiservers, the network and its metrics show it.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashMap};
 use std::ops::Range;
 use std::time::{Duration, Instant, SystemTime};
 
@@ -35,6 +35,8 @@ pub struct Sources<'a> {
     pub connects: &'a [sockets::Connect],
     /// The metrics of jackstay.
     pub metrics: &'a str,
+    /// When clients have sent the requests whose order counts, by `Audit-ID`.
+    pub sent: &'a HashMap<String, Instant>,
     /// The faults of the run.
     pub faults: &'a [Fault],
     /// The number of apiservers.
@@ -75,6 +77,10 @@ impl Sources<'_> {
             id: record.audit_id.clone()?,
             is_watch: record.verb == "watch",
             is_read: matches!(record.verb, "get" | "list"),
+            sent: record
+                .audit_id
+                .as_ref()
+                .and_then(|id| Some(self.sent.get(id)?.saturating_duration_since(self.start.0))),
         })
     }
 

@@ -1,11 +1,13 @@
 //! Runs seeds of the scenarios and the scripts with the program as it ships.
 
+mod output;
 mod runs;
 mod storms;
 mod subject;
 
 use std::process::ExitCode;
 
+use self::output::print_line;
 use self::runs::Seeds;
 use self::subject::Subject;
 
@@ -73,19 +75,21 @@ fn main() -> ExitCode {
     };
     let scenarios =
         if arguments.scenarios.is_empty() { Subject::all() } else { arguments.scenarios };
-    if arguments.until_failure && !arguments.list {
+    if arguments.list {
+        for scenario in scenarios {
+            print_line!("{:<20} {}", scenario.name(), scenario.about());
+        }
+        return ExitCode::SUCCESS;
+    }
+    if arguments.until_failure {
         let Some(report) = runs::first_failure(&scenarios, arguments.seeds) else {
             return ExitCode::SUCCESS;
         };
-        println!("{report}");
+        print_line!("{report}");
         return ExitCode::FAILURE;
     }
     let mut failed = 0;
     for scenario in scenarios {
-        if arguments.list {
-            println!("{:<20} {}", scenario.name(), scenario.about());
-            continue;
-        }
         failed += match arguments.seed {
             Some(seed) => runs::run_one(scenario, seed, arguments.trace),
             None => runs::run_many(scenario, arguments.seeds),

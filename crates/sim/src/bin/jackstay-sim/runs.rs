@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
+use crate::output::{print, print_line};
 use crate::subject::Subject;
 
 /// What to run.
@@ -26,17 +27,17 @@ pub fn run_one(scenario: Subject, seed: u64, trace: bool) -> u64 {
     let run = match scenario.run(seed, trace) {
         Ok(run) => run,
         Err(error) => {
-            println!("{}, seed {seed}: cannot run: {error}", scenario.name());
+            print_line!("{}, seed {seed}: cannot run: {error}", scenario.name());
             return 1;
         }
     };
     if trace {
-        print!("{}", run.log);
+        print(format_args!("{}", run.log));
     }
-    println!("{}, seed {seed}: {}", scenario.name(), run.findings);
-    println!("{} packets, trace {:016x}", run.packets, run.hash);
+    print_line!("{}, seed {seed}: {}", scenario.name(), run.findings);
+    print_line!("{} packets, trace {:016x}", run.packets, run.hash);
     for text in &run.broken {
-        println!("broken: {text}");
+        print_line!("broken: {text}");
     }
     u64::from(!run.broken.is_empty())
 }
@@ -49,9 +50,9 @@ pub fn run_many(scenario: Subject, seeds: Seeds) -> u64 {
     #[allow(clippy::disallowed_methods)]
     let seconds = began.elapsed().as_secs_f64();
     for report in failures.values().take(5) {
-        println!("{report}");
+        print_line!("{report}");
     }
-    println!(
+    print_line!(
         "{:<20} {} seeds of the program, {} failed, {:.1} seeds a second",
         scenario.name(),
         seeds.count,

@@ -8,6 +8,8 @@ use jackstay_sim::plots;
 use jackstay_sim::storms::{ALL, NODES, START, Storm};
 use rustix::time::{ClockId, clock_gettime};
 
+use crate::output::{print, print_line};
+
 /// Seconds before the fault that a plot shows.
 const BEFORE: usize = 10;
 
@@ -65,7 +67,7 @@ fn run_all(options: &Options, arguments: &[String]) -> bool {
     // The longest one first, so that no processor is idle meanwhile.
     let mut storms: Vec<_> = ALL.iter().collect();
     storms.sort_by_key(|storm| std::cmp::Reverse(storm.seconds));
-    println!("{} nodes, seed {}", options.nodes, options.seed);
+    print_line!("{} nodes, seed {}", options.nodes, options.seed);
     std::thread::scope(|scope| {
         for _ in 0..threads {
             scope.spawn(|| {
@@ -88,11 +90,11 @@ fn run_process(storm: &Storm, arguments: &[String]) -> bool {
     match output {
         Ok(output) => {
             let text = [output.stdout, output.stderr].concat();
-            print!("{}", String::from_utf8_lossy(&text));
+            print(format_args!("{}", String::from_utf8_lossy(&text)));
             output.status.success()
         }
         Err(error) => {
-            println!("{}: cannot run the simulator: {error}", storm.name);
+            print_line!("{}: cannot run the simulator: {error}", storm.name);
             false
         }
     }
@@ -103,17 +105,17 @@ fn run_one(storm: &Storm, options: &Options) -> bool {
     let result = match storm.run(options.seed, options.nodes) {
         Ok(result) => result,
         Err(error) => {
-            println!("{}: cannot run: {error}", storm.name);
+            print_line!("{}: cannot run: {error}", storm.name);
             return false;
         }
     };
     let processor = clock_gettime(ClockId::ProcessCPUTime);
     let seconds = processor.tv_sec as f64 + processor.tv_nsec as f64 / 1e9;
-    println!("{}: {}\n  {}", storm.name, storm.about, result.summary);
-    println!("  {} packets, trace {:016x}", result.run.packets, result.run.hash);
+    print_line!("{}: {}\n  {}", storm.name, storm.about, result.summary);
+    print_line!("  {} packets, trace {:016x}", result.run.packets, result.run.hash);
     eprintln!("  {seconds:.1} s of processor time");
     for text in &result.broken {
-        println!("  broken: {text}");
+        print_line!("  broken: {text}");
     }
     let is_written = options.plots.as_ref().is_none_or(|directory| {
         let title = format!("{} nodes: {}", options.nodes, storm.about);
@@ -125,7 +127,7 @@ fn run_one(storm: &Storm, options: &Options) -> bool {
 
 fn write(file: &Path, svg: &str) -> bool {
     if let Err(error) = std::fs::write(file, svg) {
-        println!("  {} cannot be written: {error}", file.display());
+        print_line!("  {} cannot be written: {error}", file.display());
         return false;
     }
     true

@@ -3,7 +3,8 @@
 use std::io;
 
 use jackstay_sim::scenario::Scenario;
-use jackstay_sim::shell::script::{self, Figure, Script};
+use jackstay_sim::scripts::script::{self, Script};
+use jackstay_sim::scripts::testbed::Figure;
 use jackstay_sim::{scenarios, scripts, shell};
 
 /// A scenario or a script.

@@ -5,7 +5,7 @@ use super::*;
 const MS: Duration = Duration::from_millis(1);
 
 fn arrival(at: u32, server: usize, id: &str) -> Arrival {
-    Arrival { at: MS * at, server, id: id.to_owned(), is_watch: false, is_read: true }
+    Arrival { at: MS * at, server, id: id.to_owned(), is_watch: false, is_read: true, sent: None }
 }
 
 fn watch(at: u32, id: usize) -> Arrival {
@@ -122,4 +122,24 @@ fn held_watch_continues_when_an_apiserver_is_ready() {
         broken(&Traffic { arrivals, not_ready, ..Traffic::default() }).len()
     };
     assert_eq!((check(300), check(400), check(599), check(600)), (0, 1, 1, 0));
+}
+
+#[test]
+fn requests_that_share_a_stream_arrive_in_their_order() {
+    let us = Duration::from_micros(1);
+    // When the requests were sent that arrive one after the other, in microseconds.
+    let table: [(&[u32], bool); 4] = [
+        (&[100, 200, 300], true),
+        (&[100, 151, 101, 300], true),
+        (&[100, 152, 101, 300], false),
+        (&[100, 200, 160, 140], false),
+    ];
+    for (sent, is_kept) in table {
+        let arrivals = (0..).zip(sent).map(|(at, sent)| Arrival {
+            sent: Some(us * *sent),
+            ..arrival(at, 0, &at.to_string())
+        });
+        let traffic = Traffic { arrivals: arrivals.collect(), ..Traffic::default() };
+        assert_eq!(broken(&traffic).is_empty(), is_kept, "{sent:?}");
+    }
 }

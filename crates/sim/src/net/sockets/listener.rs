@@ -6,23 +6,43 @@ use std::task::{Context, Poll};
 
 use jackstay_sys::sockets::virtual_network::{VirtualListener, VirtualStream};
 
-use super::SocketNetwork;
-use super::state::ListenerPlace;
+use super::network::SocketNetwork;
+use super::state::{ListenerPlace, address_of};
 use super::stream::Stream;
-use crate::net::{ConnectionId, Side};
+use crate::net::{ConnectionId, ProcessId, Side, SocketOptions};
+
+impl SocketNetwork {
+    /// Binds and listens, as [`Self::listen_with`] with [`SocketOptions::accepted`].
+    ///
+    /// # Errors
+    /// As [`Self::listen_with`].
+    pub fn listen(&self, process: ProcessId, port: u16) -> io::Result<Box<dyn VirtualListener>> {
+        self.listen_with(process, port, SocketOptions::accepted())
+    }
+
+    /// Binds and listens. Accepted sockets have these options. Port 0 is a free one.
+    ///
+    /// # Errors
+    /// `AddrInUse` if another socket of the host listens on the port.
+    pub fn listen_with(
+        &self,
+        process: ProcessId,
+        port: u16,
+        options: SocketOptions,
+    ) -> io::Result<Box<dyn VirtualListener>> {
+        let place = self.with(|state| state.listen(process, port, options))?;
+        Ok(Box::new(Listener { network: self.clone(), place }))
+    }
+}
 
 /// A listening socket.
 #[derive(Debug)]
-pub(super) struct Listener {
+struct Listener {
     network: SocketNetwork,
     place: ListenerPlace,
 }
 
 impl Listener {
-    pub(super) fn new(network: SocketNetwork, place: ListenerPlace) -> Self {
-        Self { network, place }
-    }
-
     fn accepted(&self, id: ConnectionId) -> (Box<dyn VirtualStream>, SocketAddr) {
         let stream = Stream::new(self.network.clone(), id, Side::Server);
         let from = stream.peer_addr();
@@ -32,7 +52,7 @@ impl Listener {
 
 impl VirtualListener for Listener {
     fn local_addr(&self) -> SocketAddr {
-        SocketAddr::new(SocketNetwork::address_of(self.place.host), self.place.port)
+        SocketAddr::new(address_of(self.place.host), self.place.port)
     }
 
     fn poll_accept(

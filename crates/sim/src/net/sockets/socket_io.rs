@@ -9,7 +9,8 @@ use jackstay_sys::sockets::queue_memory::QueueMemory;
 use tokio::io::ReadBuf;
 
 use super::state::{State, set_waker};
-use crate::net::tcp::{Content, End, MAX_SEGMENT, RECEIVE_BUFFER, SEND_BUFFER, Segment};
+use crate::net::socket_state::RECEIVE_BUFFER;
+use crate::net::tcp::{Content, End, MAX_SEGMENT, SEND_BUFFER, Segment};
 use crate::net::{ConnectionId, Side};
 
 /// The smallest receive buffer, in bytes (Linux, `SOCK_MIN_RCVBUF`).

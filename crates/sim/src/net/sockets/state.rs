@@ -6,12 +6,11 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::task::Waker;
 use std::time::Instant;
 
-use super::SocketNetwork;
 use crate::net::clock::Clock;
+use crate::net::event::NetEvent;
 use crate::net::log::Entry;
-use crate::net::{
-    ConnectionId, HostId, NetEvent, Network, ProcessId, ProcessState, Side, SocketOptions,
-};
+use crate::net::network::Network;
+use crate::net::{ConnectionId, HostId, ProcessId, ProcessState, Side, SocketOptions};
 
 /// Connections that wait to be accepted at most (`net.core.somaxconn` of Linux). SYNs above it are dropped.
 const MAX_BACKLOG: usize = 4096;
@@ -53,6 +52,8 @@ pub(super) struct State {
     next_ports: Vec<u16>,
     /// The addresses of the client and of the server of each connection.
     addresses: Vec<[SocketAddr; 2]>,
+    /// The users of processes, as far as they matter.
+    pub(super) users: BTreeMap<ProcessId, u32>,
     /// The connects so far: that of each connection.
     pub(super) connects: Vec<Connect>,
 }
@@ -84,6 +85,7 @@ impl State {
             listeners_so_far: 0,
             next_ports: vec![*EPHEMERAL_PORTS.start(); hosts],
             addresses: Vec::new(),
+            users: BTreeMap::new(),
             connects: Vec::new(),
         }
     }
@@ -244,11 +246,8 @@ impl State {
         let host = self.net.host_of(process);
         let server = self.route(host, to.ip())?;
         let port = self.free_port(host)?;
-        let own = if to.ip().is_loopback() {
-            IpAddr::V4(Ipv4Addr::LOCALHOST)
-        } else {
-            SocketNetwork::address_of(host)
-        };
+        let own =
+            if to.ip().is_loopback() { IpAddr::V4(Ipv4Addr::LOCALHOST) } else { address_of(host) };
         let peer = (server.unwrap_or(host), NO_PROCESS);
         let id = self.net.add_connection(&mut self.clock, process, peer, options.thin);
         self.addresses.push([SocketAddr::new(own, port), to]);
@@ -279,6 +278,15 @@ impl State {
 
     pub(super) fn address(&self, id: ConnectionId, side: Side) -> SocketAddr {
         self.addresses[id as usize][side as usize]
+    }
+
+    /// The user of the process at the other end, if it is on the same host and its user is known.
+    pub(super) fn peer_user(&mut self, id: ConnectionId, side: Side) -> Option<u32> {
+        if !self.net.connections.contains(id) || !self.net.connections[id].local {
+            return None;
+        }
+        let process = self.net.connections[id].end(side.other()).process;
+        self.users.get(&process).copied()
     }
 
     pub(super) fn set_process(&mut self, process: ProcessId, state: ProcessState) {
@@ -315,6 +323,11 @@ impl State {
             }
         }
     }
+}
+
+/// The address of a host.
+pub(super) fn address_of(host: HostId) -> IpAddr {
+    IpAddr::V4(Ipv4Addr::from_bits((10 << 24) + u32::from(host) + 1))
 }
 
 /// Stores the waker of the task that waits now, in place of the one before.

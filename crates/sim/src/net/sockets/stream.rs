@@ -13,7 +13,7 @@ use jackstay_sys::sockets::virtual_network::{VirtualSocket, VirtualStream};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::task::coop;
 
-use super::SocketNetwork;
+use super::network::SocketNetwork;
 use super::socket_io::Reading;
 use crate::net::{ConnectionId, Side};
 
@@ -121,6 +121,10 @@ impl VirtualStream for Stream {
 
     fn peer_addr(&self) -> SocketAddr {
         self.0.network.lock().address(self.0.id, self.0.side.other())
+    }
+
+    fn peer_uid(&self) -> Option<u32> {
+        self.0.network.lock().peer_user(self.0.id, self.0.side)
     }
 
     fn poll_peek(&self, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<usize>> {

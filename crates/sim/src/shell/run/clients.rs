@@ -1,22 +1,17 @@
 //! The clients of a node: what they have, what they prove, and whether each request reached the apiservers as that.
 
 use std::collections::HashMap;
-use std::io;
-use std::net::Ipv4Addr;
-use std::time::UNIX_EPOCH;
+use std::time::{Instant, UNIX_EPOCH};
 
 use jackstay_apiserver::cluster::Cluster;
-use rustls::pki_types::ServerName;
 
-use super::{START, World};
-use crate::checker::{ClientId, Observation, Seen};
+use crate::checker::{Observation, Seen};
 use crate::credential::Credential;
 use crate::invariants::Findings;
-use crate::net::{HostId, SocketOptions};
+use crate::peers::Observer;
 use crate::peers::objects::token_text;
-use crate::peers::transport::{Client, ClientOptions};
-use crate::peers::{Observer, Peer};
-use crate::shell::program::PORT;
+use crate::peers::transport::Client;
+use crate::shell::kernel::START;
 use crate::shell::traffic;
 
 /// The user of the certificate of a node ([`jackstay_apiserver::pki::Subject::node`]).
@@ -26,6 +21,7 @@ const NODE_USER: &str = "system:node:node";
 pub(super) struct Holder {
     number: u16,
     node: usize,
+    cluster: usize,
     credential: Credential,
     /// `None` when the client has ended.
     client: Option<Client>,
@@ -34,9 +30,25 @@ pub(super) struct Holder {
 }
 
 impl Holder {
+    /// A client of a cluster with this number on a node. The apiservers accept its token from now on, if it has one.
+    pub fn new(
+        (store, cluster): (&Cluster, usize),
+        (node, number): (usize, u16),
+        credential: Credential,
+        client: Client,
+    ) -> Self {
+        accept(store, credential, (number, 0));
+        Self { number, node, cluster, credential, client: Some(client), generation: 0 }
+    }
+
     /// The number of its group.
     pub fn group(&self) -> u32 {
         self.credential.group(self.node)
+    }
+
+    /// The number of its cluster.
+    pub fn cluster(&self) -> usize {
+        self.cluster
     }
 
     /// The node on which it runs.
@@ -50,6 +62,11 @@ impl Holder {
             cluster.remove_token(&token);
             self.client.iter().for_each(Client::token_revoked);
         }
+    }
+
+    /// When its requests were sent, by `Audit-ID`.
+    pub fn sent(&self) -> Vec<(String, Instant)> {
+        self.client.as_ref().map(Client::sent).unwrap_or_default()
     }
 
     /// The client ends, and with it its connections.
@@ -85,40 +102,6 @@ fn accept(cluster: &Cluster, credential: Credential, (number, generation): (u16,
     }
 }
 
-impl World {
-    /// What a client has: `number` is its own, and `node` that of its node, which is the host.
-    pub(super) fn peer(
-        &mut self,
-        (host, number): (HostId, u16),
-        (node, credential): (usize, Credential),
-    ) -> io::Result<Peer> {
-        let network =
-            self.network.of_process_with(self.network.add_process(host), SocketOptions::go());
-        let address = (Ipv4Addr::LOCALHOST, PORT).into();
-        let name = ServerName::try_from("localhost").map_err(io::Error::other)?;
-        let tls = match credential {
-            Credential::Certificate => self.certificates.client()?,
-            _ => self.certificates.anonymous()?,
-        };
-        let options = ClientOptions {
-            token: credential.token(number, 0),
-            name: Some(traffic::client_name(node, number)),
-            ..ClientOptions::default()
-        };
-        accept(&self.cluster, credential, (number, 0));
-        let client = Client::new(network, address, tls, name, options);
-        let holder =
-            Holder { number, node, credential, client: Some(client.clone()), generation: 0 };
-        self.holders.push(holder);
-        Ok(Peer {
-            id: ClientId { number, group: Some(credential.group(node)) },
-            client,
-            observer: self.observer.clone(),
-            stop: self.stop.clone(),
-        })
-    }
-}
-
 /// Adds the requests that jackstay has made for itself to the log, in which they follow everything else.
 pub(super) fn log_own_requests(cluster: &Cluster, observer: &Observer) {
     for record in cluster.audit().records().into_iter().filter(|one| one.audit_id.is_none()) {
@@ -133,11 +116,11 @@ pub(super) fn log_own_requests(cluster: &Cluster, observer: &Observer) {
 /// Every request of a client reached the apiservers as that of its user, or was refused by 401.
 pub(super) fn check_users(
     cluster: &Cluster,
-    holders: &[Holder],
+    holders: &[&Holder],
     observations: &[Observation],
     findings: &mut Findings,
 ) {
-    let by_number: HashMap<u16, &Holder> = holders.iter().map(|one| (one.number, one)).collect();
+    let by_number: HashMap<u16, &Holder> = holders.iter().map(|one| (one.number, *one)).collect();
     let mut writers = HashMap::new();
     for observation in observations {
         if let Seen::Write { token, .. } = observation.seen {

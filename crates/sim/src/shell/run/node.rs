@@ -9,7 +9,7 @@ use jackstay_core::drain::CLOSE_TIMEOUT;
 use tokio::task::spawn_local;
 use tokio::time::{sleep, timeout};
 
-use super::is_left_over;
+use super::leftovers::is_left_over;
 use crate::net::sockets::SocketNetwork;
 use crate::net::{HostId, ProcessId, ProcessState};
 use crate::peers::Observer;

@@ -25,7 +25,7 @@ const CLIENT: &[Side] = &[Side::Client];
 const SERVER: &[Side] = &[Side::Server];
 
 /// The name of each case, and its code.
-pub const CASES: [(&str, Case); 24] = [
+pub const CASES: [(&str, Case); 25] = [
     ("connect, no answer", |rig, f| Box::pin(connect::no_answer(rig, f))),
     ("connect, no answer for 1.5 s", |rig, f| Box::pin(connect::late(rig, f, BOTH))),
     ("connect, answers lost for 1.5 s", |rig, f| Box::pin(connect::late(rig, f, SERVER))),
@@ -62,6 +62,7 @@ pub const CASES: [(&str, Case); 24] = [
     ("close, data queued", |rig, f| Box::pin(ends::queued(rig, f))),
     ("SIGKILL", |rig, f| Box::pin(ends::killed(rig, f))),
     ("stopped reader", |rig, f| Box::pin(streams::stopped_reader(rig, f))),
+    ("acknowledgements", |rig, f| Box::pin(streams::acknowledgements(rig, f))),
     ("2 MB at 10 Mbit/s", |rig, f| Box::pin(streams::transfer(rig, f))),
     ("5 % loss", |rig, f| Box::pin(streams::loss(rig, f))),
 ];

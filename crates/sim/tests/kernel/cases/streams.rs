@@ -6,7 +6,7 @@ use std::time::Duration;
 use jackstay_sys::clock;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
-use super::{exchange, ms, pause, since};
+use super::{exchange, ms, pause, pause_until, since};
 use crate::figures::{BUFFERS, Figures, Tolerance};
 use crate::rig::Rig;
 
@@ -115,4 +115,23 @@ pub async fn loss(rig: &Rig, figures: &mut Figures) {
         times[ROUND_TRIPS - 1],
         Tolerance::by(0.3, 0.5, "chance: three losses in a row"),
     );
+}
+
+/// Segments that wait for an acknowledgement 10 ms and 200 ms after a request whose response is late: the first one
+/// of a connection, and one after responses that were not.
+pub async fn acknowledgements(rig: &Rig, figures: &mut Figures) {
+    let (mut client, mut server) = rig.pair().await;
+    for name in ["the first request", "a later request"] {
+        let start = clock::now();
+        client.write_all(&[1; 100]).await.unwrap();
+        server.read_exact(&mut [0; 100]).await.unwrap();
+        let mut unacknowledged = Vec::new();
+        for at in [10, 200] {
+            pause_until(start + ms(at)).await;
+            unacknowledged.push(f64::from(client.tcp_info().unwrap().unacked));
+        }
+        figures.numbers(name, unacknowledged, Tolerance::NONE);
+        exchange(&mut client, &mut server, 10).await;
+        pause(ms(200)).await;
+    }
 }

@@ -5,10 +5,12 @@ mod handshake;
 mod streams;
 
 use std::future::{Future, poll_fn};
+use std::io;
 use std::net::SocketAddr;
 use std::pin::pin;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::task::{Poll, Wake};
+use std::task::{Poll, Wake, Waker};
 use std::time::{Duration, Instant};
 
 use jackstay_sys::clock::now;
@@ -17,7 +19,7 @@ use tokio::task::yield_now;
 use tokio::time::{advance, sleep_until};
 
 use super::*;
-use crate::net::Keepalive;
+use crate::net::{Keepalive, ProcessId, ProcessState, SocketOptions};
 
 /// The granularity of tokio's timers.
 const TICK: Duration = Duration::from_millis(1);

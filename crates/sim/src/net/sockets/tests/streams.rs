@@ -354,3 +354,47 @@ async fn local_peer_that_does_not_read_holds_no_more_than_its_buffer() {
     })
     .await;
 }
+
+#[tokio::test(start_paused = true)]
+async fn acknowledgement_is_delayed_once_responses_follow_requests() {
+    let hosts = Hosts::new(1);
+    drive(&hosts.network, async {
+        let (mut client, mut server) = hosts.pair().await;
+        let socket = client.socket();
+        let mut unacknowledged = Vec::new();
+        for _ in 0..2 {
+            client.write_all(&[1; 100]).await.unwrap();
+            server.read_exact(&mut [0; 100]).await.unwrap();
+            for pause in [20, 40] {
+                sleep_ms(pause).await;
+                unacknowledged.push(socket.tcp_info().unwrap().unacked);
+            }
+            // A response that follows its request.
+            client.write_all(&[1; 100]).await.unwrap();
+            server.read_exact(&mut [0; 100]).await.unwrap();
+            server.write_all(&[1; 100]).await.unwrap();
+            client.read_exact(&mut [0; 100]).await.unwrap();
+            sleep_ms(1).await;
+            unacknowledged.push(socket.tcp_info().unwrap().unacked);
+            sleep_ms(100).await;
+        }
+        assert_eq!(unacknowledged, [0, 0, 0, 1, 0, 0]);
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn more_than_a_segment_is_acknowledged_at_once() {
+    let hosts = Hosts::new(1);
+    drive(&hosts.network, async {
+        let (mut client, mut server) = hosts.pair().await;
+        client.write_all(&[1; 100]).await.unwrap();
+        server.read_exact(&mut [0; 100]).await.unwrap();
+        server.write_all(&[1; 100]).await.unwrap();
+        client.read_exact(&mut [0; 100]).await.unwrap();
+        client.write_all(&[1; 2_000]).await.unwrap();
+        sleep_ms(5).await;
+        assert_eq!(client.socket().tcp_info().unwrap().unacked, 0);
+    })
+    .await;
+}

@@ -14,10 +14,10 @@ use std::time::Duration;
 use jackstay_sys::clock;
 use tokio::time::timeout;
 
-use super::ShellRun;
-use super::run::run_world;
+use super::testbed::{Figure, Testbed};
 use crate::scenario::Sim;
-use crate::scripts::testbed::Testbed;
+use crate::shell::ShellRun;
+use crate::shell::run::run_world;
 
 /// The longest virtual time of a script.
 const LIMIT: Duration = Duration::from_secs(600);
@@ -39,15 +39,6 @@ pub struct Script {
 
 /// The future of a script.
 pub type Steps = Pin<Box<dyn Future<Output = ()>>>;
-
-/// A measured time and its promise.
-#[derive(Debug, Clone, Copy)]
-pub struct Figure {
-    /// The time.
-    pub took: Duration,
-    /// The longest time that is promised.
-    pub promise: Duration,
-}
 
 /// The result of a script.
 #[derive(Debug)]

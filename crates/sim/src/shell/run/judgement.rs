@@ -1,0 +1,187 @@
+//! Ends the clients of a run and judges what they have seen.
+
+use std::collections::HashMap;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::time::{Duration, UNIX_EPOCH};
+
+use jackstay_core::endpoint_state::EndpointState;
+use jackstay_core::pool::EndpointKey;
+use jackstay_sys::clock;
+use tokio::time::sleep;
+
+use super::clients::{Holder, check_users, log_own_requests};
+use super::leftovers::is_left_over;
+use super::outcome::ShellRun;
+use super::world::{ClusterState, Node, World};
+use crate::checker;
+use crate::faults::{Fault, FaultKind};
+use crate::invariants::Findings;
+use crate::peers::Record;
+use crate::shell::kernel::START;
+use crate::shell::traffic::Sources;
+use crate::shell::{panics, store};
+
+/// The time for what clients have left to end.
+const REST: Duration = Duration::from_secs(60);
+/// No request of jackstay's own takes longer, if its apiserver answers. A stream that is open before and after it is left
+/// over.
+const LONGEST_PROBE: Duration = Duration::from_secs(1);
+
+impl World {
+    /// Whether a server has requests or watches left over, except one that hears of no end.
+    fn has_leftovers(&self, number: usize, faults: &[Fault]) -> bool {
+        let is_deaf = |fault: &Fault| fault.server == number && fault.drops_packets();
+        self.servers[number].open_requests() > 0 && !faults.iter().any(is_deaf)
+    }
+
+    /// Ends the clients, waits, and judges the run.
+    pub(crate) async fn finish(mut self, faults: &[Fault]) -> ShellRun {
+        let time = clock::elapsed(self.start);
+        self.stopper.stop();
+        // Without another path, requests arrive in the order in which they got a stream.
+        let sent = self.holders.iter().filter(|_| self.has_one_stream).flat_map(Holder::sent);
+        let sent: HashMap<_, _> = sent.collect();
+        self.holders.iter_mut().for_each(Holder::let_go);
+        sleep(REST).await;
+        let streams: Vec<_> = self.nodes.iter().map(Node::streams).collect();
+        sleep(LONGEST_PROBE).await;
+        if self.observer().is_logging() {
+            for ClusterState { store, .. } in &self.clusters {
+                log_own_requests(store, self.observer());
+            }
+        }
+        let mut record = self.judge_clients();
+        let records = self.clusters.iter().flat_map(|cluster| cluster.store.audit().records());
+        let mut records: Vec<_> = records.collect();
+        // Stable, so that those of one cluster keep their order.
+        records.sort_by_key(|record| record.time);
+        let first_servers: Vec<_> =
+            self.clusters.iter().map(|cluster| cluster.apiservers.start).collect();
+        for (number, node) in self.nodes.iter().enumerate() {
+            node.check((number, &first_servers), &streams[number], faults, &mut record.findings);
+            let sources = Sources {
+                records: &records,
+                connects: &self.network.connects_of(node.proxy.number()),
+                metrics: &node.program().metrics.render(),
+                sent: &sent,
+                faults,
+                servers: self.servers.len(),
+                time,
+                start: (self.start, UNIX_EPOCH + START),
+            };
+            sources.traffic(number).check(number, &mut record.findings);
+            if self.is_compressed && !has_decoded(sources.metrics) {
+                let text = format!("node {number}: no watch was compressed");
+                record.findings.violation(text);
+            }
+        }
+        for number in 0..self.servers.len() {
+            if self.has_leftovers(number, faults) {
+                let count = self.servers[number].open_requests();
+                let text = format!("apiserver {number} has {count} streams left over");
+                record.findings.violation(text);
+            }
+        }
+        for panic in panics::take() {
+            record.findings.violation(panic);
+        }
+        let mut hasher = DefaultHasher::new();
+        self.network.hash().hash(&mut hasher);
+        record.observations.hash(&mut hasher);
+        let lines = record.lines.unwrap_or_default();
+        let lines = lines.into_iter().map(|(at, line)| format!("{at:?} {line}\n"));
+        ShellRun {
+            packets: self.network.packets(),
+            hash: hasher.finish(),
+            log: self.network.log() + &lines.collect::<String>(),
+            findings: record.findings,
+        }
+    }
+}
+
+/// Whether jackstay has decoded compressed watches.
+fn has_decoded(metrics: &str) -> bool {
+    let mut series = metrics.lines().filter(|line| {
+        line.starts_with("jackstay_watch_gzip_bytes_total{") && line.contains("form=\"inflated\"")
+    });
+    series.any(|line| !line.ends_with(" 0"))
+}
+
+impl World {
+    /// Judges what the clients of each cluster have seen. Returns the record of the first one, with the observations
+    /// of all and what breaks a rule.
+    fn judge_clients(&self) -> Record {
+        let mut all = Record::default();
+        for (number, cluster) in self.clusters.iter().enumerate() {
+            let mut record = cluster.observer.take();
+            let restores = if number == 0 { &self.restores[..] } else { &[] };
+            let mut history = store::history(&cluster.store, restores);
+            history.forgotten.clone_from(&self.forgotten);
+            checker::check(&history, &record.observations, &mut record.findings);
+            let of_cluster = |holder: &&Holder| holder.cluster() == number;
+            let holders: Vec<_> = self.holders.iter().filter(of_cluster).collect();
+            let Record { observations, findings, .. } = &mut record;
+            check_users(&cluster.store, &holders, observations, findings);
+            if number == 0 {
+                all = record;
+                continue;
+            }
+            let violations = record.findings.violations.into_iter();
+            let violations = violations.map(|text| format!("cluster {number}: {text}"));
+            all.findings.violations.extend(violations);
+            all.observations.append(&mut record.observations);
+            if let (Some(lines), Some(more)) = (&mut all.lines, record.lines) {
+                lines.extend(more);
+            }
+        }
+        if let Some(lines) = &mut all.lines {
+            lines.sort_by_key(|(at, _)| *at);
+        }
+        all
+    }
+}
+
+impl Node {
+    /// The endpoints to which streams are open.
+    fn streams(&self) -> Vec<EndpointKey> {
+        let upstreams = self.program().upstreams();
+        let endpoints = upstreams.iter().flat_map(|upstream| upstream.endpoints().to_vec());
+        endpoints.filter(|one| one.status().streams > 0).map(|one| one.key()).collect()
+    }
+
+    /// `first_servers`: the first apiserver of each upstream. Every endpoint without a fault that lasts is ready
+    /// again a minute after the end of the scenario, and nothing of the clients is left over.
+    fn check(
+        &self,
+        (number, first_servers): (usize, &[usize]),
+        streams: &[EndpointKey],
+        faults: &[Fault],
+        findings: &mut Findings,
+    ) {
+        let program = self.program();
+        for (upstream, first) in program.upstreams().iter().zip(first_servers) {
+            for (server, endpoint) in (*first..).zip(upstream.endpoints().iter()) {
+                let lasts = |fault: &Fault| fault.server == server && fault.lasts();
+                let state = endpoint.state();
+                if state != EndpointState::Ready && !faults.iter().any(lasts) {
+                    let state = state.as_str();
+                    let text = format!("node {number}: endpoint {server} is {state} at the end");
+                    findings.violation(text);
+                }
+                // Its own requests hang, too.
+                let hangs = |fault: &Fault| fault.kind == FaultKind::Hang && lasts(fault);
+                let open = endpoint.status().streams;
+                let are_left = open > 0 && streams.contains(&endpoint.key());
+                if are_left && !faults.iter().any(hangs) {
+                    let text =
+                        format!("node {number}: {open} streams to endpoint {server} are left over");
+                    findings.violation(text);
+                }
+            }
+        }
+        let metrics = program.scrape();
+        for line in metrics.lines().filter(|line| is_left_over(line)) {
+            findings.violation(format!("node {number}: {line} is left over"));
+        }
+    }
+}

@@ -15,7 +15,7 @@ mod watch;
 pub type Target = fn(&[u8]);
 
 /// The targets. Each name is that of a folder in `tests/corpus`.
-pub const TARGETS: [(&str, Target); 20] = [
+pub const TARGETS: [(&str, Target); 21] = [
     ("arguments", cli::arguments),
     ("certificate", tls::certificate),
     ("config", files::config),
@@ -36,6 +36,7 @@ pub const TARGETS: [(&str, Target); 20] = [
     ("state_file", files::state_file),
     ("takeover", takeover::takeover),
     ("watch", watch::watch),
+    ("watch_events", watch::watch_events),
 ];
 
 /// Runs a target.

@@ -1,9 +1,13 @@
 //! Bytes of an apiserver: frames of a watch, and the objects from which the endpoints are read.
 
 use std::io::Read as _;
+use std::pin::pin;
+use std::task::{Context, Poll, Waker};
 
 use bytes::Bytes;
 use jackstay::control::discovery::objects::{ObjectStore, WatchedResource};
+use jackstay::control::discovery::requests::{RequestError, ResponseChunks};
+use jackstay::control::discovery::watch_events::WatchEvents;
 use jackstay_core::admission::ByteAccount;
 use jackstay_core::kubernetes_features::FeatureReader;
 use jackstay_core::watch::codec::frame::{FrameSplitter, Piece};
@@ -55,7 +59,8 @@ pub(super) fn watch(bytes: &[u8]) {
     }
 }
 
-/// Metrics that name feature gates, and the parameters of a watch: the same gates are read, however the metrics are split.
+/// Metrics that name feature gates, and the parameters of a watch: the same gates are read, however the metrics are
+/// split.
 pub(super) fn features(bytes: &[u8]) {
     let read = |step: usize| {
         let mut reader = FeatureReader::default();
@@ -113,7 +118,8 @@ fn inflate(bytes: &[u8], step: usize) -> (Vec<u8>, Result<bool, GzipError>) {
     (out, Ok(ends))
 }
 
-/// Lines of an event (`L`isted, `A`dded, `D`eleted) and an object: no address is listed twice. The list is of version 1.
+/// Lines of an event (`L`isted, `A`dded, `D`eleted) and an object: no address is listed twice. The list is of version
+/// 1.
 pub(super) fn endpoint_objects(bytes: &[u8]) {
     for resource in WatchedResource::ALL {
         let lines = bytes.split(|byte| *byte == b'\n').filter_map(|line| line.split_first());
@@ -133,5 +139,40 @@ pub(super) fn endpoint_objects(bytes: &[u8]) {
         addresses.sort_unstable();
         addresses.dedup();
         assert_eq!(addresses.len(), count);
+    }
+}
+
+/// The parts of a body, which have all arrived.
+struct ArrivedParts<'a>(std::slice::Chunks<'a, u8>);
+
+impl ResponseChunks for ArrivedParts<'_> {
+    async fn next(&mut self, _: bool) -> Option<Result<Bytes, RequestError>> {
+        Some(Ok(Bytes::copy_from_slice(self.0.next()?)))
+    }
+}
+
+/// The body of discovery's watch: its events do not depend on how the bytes are split.
+pub(super) fn watch_events(bytes: &[u8]) {
+    let events = |size: usize| {
+        let mut events = WatchEvents::new(ArrivedParts(bytes.chunks(size)));
+        let read = async {
+            let mut all = Vec::new();
+            while let Some(event) = events.next().await {
+                let is_last = event.is_err();
+                all.push(event);
+                if is_last {
+                    break;
+                }
+            }
+            all
+        };
+        match pin!(read).poll(&mut Context::from_waker(Waker::noop())) {
+            Poll::Ready(all) => all,
+            Poll::Pending => panic!("all parts have arrived"),
+        }
+    };
+    let whole = events(bytes.len().max(1));
+    for size in [1, 2, 7] {
+        assert_eq!(events(size), whole);
     }
 }

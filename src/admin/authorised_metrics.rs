@@ -1,11 +1,12 @@
-//! The metrics for authorised clients in the network: TLS, a client certificate or a bearer token, and `/metrics` alone.
+//! The metrics for authorised clients in the network: TLS, a client certificate or a bearer token, and `/metrics`
+//! alone.
 //!
 //! A client certificate with the configured name needs no apiserver, so that it reads the metrics of an outage. Other
 //! certificates and tokens are [reviewed](reviews) by an apiserver, as kubelet and kube-rbac-proxy do: the user of the
 //! token (`TokenReview`), and whether it may get the path `/metrics` (`SubjectAccessReview`).
 //!
-//! A peer in the network may be hostile. So connections have the limits of [`connections`](super::connections), and each
-//! source has a rate of connections, since a handshake costs the control thread about a millisecond.
+//! A peer in the network may be hostile. So connections have the limits of [`connections`](super::connections), and
+//! each source has a rate of connections, since a handshake costs the control thread about a millisecond.
 
 pub mod review_cache;
 pub mod review_task;

@@ -100,8 +100,8 @@ impl ActiveConfig {
         Ok((sockets, SentSockets::new(sent.chain([self.admin.other_owners()]).cloned())))
     }
 
-    /// Records that the process that the sockets of the listeners were inherited from has closed them, and that no service
-    /// manager has them.
+    /// Records that the process that the sockets of the listeners were inherited from has closed them, and that no
+    /// service manager has them.
     pub fn predecessor_has_closed_sockets(&self) {
         self.sockets.iter().for_each(|socket| socket.other_owners().predecessor_has_closed());
     }

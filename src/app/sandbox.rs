@@ -57,7 +57,8 @@ pub struct SandboxStatus {
 
 impl ProcessSandbox {
     /// Places the configured restrictions on this process, which must not have started a thread yet. `file` is the
-    /// configuration file. A restriction that the kernel does not support is left out, and [`Self::warn_if_incomplete`] says so.
+    /// configuration file. A restriction that the kernel does not support is left out, and [`Self::warn_if_incomplete`]
+    /// says so.
     pub fn enter(config: &Config, file: Option<&Path>) -> Self {
         let wanted = config.sandbox;
         let state = |switch: Switch, restrict: &dyn Fn() -> std::io::Result<()>| match switch {

@@ -89,8 +89,8 @@ impl WorkerSetup {
         runtime.block_on(self.run_here(commands));
     }
 
-    /// Runs a worker, which executes `commands`, until its drain has ended. Its tasks run while the future is polled, and
-    /// end when it is dropped. It can share its thread with other workers.
+    /// Runs a worker, which executes `commands`, until its drain has ended. Its tasks run while the future is polled,
+    /// and end when it is dropped. It can share its thread with other workers.
     pub fn run_here(self, commands: UnboundedReceiver<Command>) -> impl Future<Output = ()> {
         TaskQueues::run(|tasks| self.serve(tasks, commands))
     }

@@ -1,9 +1,9 @@
-//! The command line: dispatches to the commands, each of which returns the exit code. Those that need the data plane are
-//! modules here, the others are in [`jackstay_operator::commands`].
+//! The command line: dispatches to the commands, each of which returns the exit code. Those that need the data plane
+//! are modules here, the others are in [`jackstay_operator::commands`].
 //!
 //! The codes are 0 for success, 1 for a failure at run time, 2 for bad usage or a bad configuration, and 3 if
-//! what a command asks gives no answer. Errors are lines on stderr. The commands `demo` and `doctor` are cargo features; a
-//! build without the feature accepts the command, reports that it is missing and exits with 2.
+//! what a command asks gives no answer. Errors are lines on stderr. The commands `demo` and `doctor` are cargo
+//! features; a build without the feature accepts the command, reports that it is missing and exits with 2.
 
 #[cfg(feature = "demo")]
 mod demo;
@@ -164,8 +164,9 @@ pub fn check_arguments(arguments: &[OsString]) -> Result<(), String> {
     parse(arguments).map(drop).map_err(|error| error.to_string())
 }
 
-/// Makes the modes of written files exact. With a umask of 077, which hardening guides ask for, other users could not run
-/// the program and a unit with `DynamicUser=yes` could not read the configuration. Files with keys are written with 0600.
+/// Makes the modes of written files exact. With a umask of 077, which hardening guides ask for, other users could not
+/// run the program and a unit with `DynamicUser=yes` could not read the configuration. Files with keys are written with
+/// 0600.
 fn permit_reading() {
     rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o022));
 }

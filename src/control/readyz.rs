@@ -2,10 +2,9 @@
 //!
 //! An apiserver that has lost its etcd still accepts connections and answers PINGs, but its `/readyz`
 //! fails, or since Kubernetes 1.36 its `/livez`. A probe that a signal has brought forward asks both, as do the
-//! probes of an endpoint that fails. The prober has its own connection, so that a full pool cannot delay a probe, and a probe
-//! cannot delay a request. The prober also reconnects to ejected endpoints. Without a credential for
-//! `/readyz`, an endpoint counts as ready while the prober's connection is live, unless anonymous
-//! probes fail ([`anonymous`]).
+//! probes of an endpoint that fails. The prober has its own connection, so that a full pool cannot delay a probe, and a
+//! probe cannot delay a request. The prober also reconnects to ejected endpoints. Without a credential for `/readyz`,
+//! an endpoint counts as ready while the prober's connection is live, unless anonymous probes fail ([`anonymous`]).
 
 mod anonymous;
 mod capabilities;
@@ -132,8 +131,8 @@ async fn probe_repeatedly(
     }
 }
 
-/// The connection to go on with, if one is usable: the successor of `current`, itself, or the one that an examination has
-/// opened.
+/// The connection to go on with, if one is usable: the successor of `current`, itself, or the one that an examination
+/// has opened.
 fn open_connection(
     upstream: &Upstream,
     current: Option<ProbeConnection>,

@@ -133,8 +133,8 @@ fn identity(upstream: &Upstream) -> String {
 }
 
 /// Lets `upstream` keep floors, and restores and saves them in `state_dir`, which a reload may replace, until `ended`
-/// becomes true, for which the process waits, or its sender is dropped. Without a directory the floors are kept in memory
-/// only.
+/// becomes true, for which the process waits, or its sender is dropped. Without a directory the floors are kept in
+/// memory only.
 pub async fn run(
     upstream: Arc<Upstream>,
     state_dir: Arc<ArcSwap<Option<PathBuf>>>,

@@ -86,8 +86,8 @@ impl Attempt {
     }
 
     /// Waits for the response head, and for the beginning of the body if the request may be sent again.
-    /// Nothing is forwarded before that, so the request can be repeated if the connection is lost. `has_versions`: whether
-    /// another endpoint is asked if the apiserver has not reached the version of the request.
+    /// Nothing is forwarded before that, so the request can be repeated if the connection is lost. `has_versions`:
+    /// whether another endpoint is asked if the apiserver has not reached the version of the request.
     pub(super) async fn response(
         self,
         kind: RequestKind,
@@ -154,8 +154,8 @@ impl PossibleRejection {
         }
     }
 
-    /// Which rejection the response is, why, and the version that the endpoint has reached if it is about that; `None` if it
-    /// is none.
+    /// Which rejection the response is, why, and the version that the endpoint has reached if it is about that; `None`
+    /// if it is none.
     fn rejection(self, head: &response::Parts, body: &Bytes) -> Option<(Stage, &'static str, u64)> {
         let (stage, reason) = match self.0 {
             Some(Stage::Starting) if body.len() <= start_up::MAX_BODY => {

@@ -7,8 +7,8 @@
 //!        +----------------------------+
 //! ```
 //!
-//! [`jackstay_core::request::attempts`] decides. [`ForwardedRequest::forward`] executes the common case, a response from
-//! the first attempt, and [`execution`] any other.
+//! [`jackstay_core::request::attempts`] decides. [`ForwardedRequest::forward`] executes the common case, a response
+//! from the first attempt, and [`execution`] any other.
 
 mod execution;
 mod facts;
@@ -213,7 +213,8 @@ impl ForwardedRequest {
                 if error.code == StatusCode::INTERNAL_SERVER_ERROR {
                     let (upstream, verb) = (&self.upstream, self.info.verb.as_str());
                     let name = &upstream.pool.upstream().name;
-                    let line = format!("upstream {name}: a request is refused");
+                    let line =
+                        format!("upstream {name}: request refused because of a defect of jackstay");
                     upstream.warnings.warn(&line, format_args!("{verb}: {}", error.message));
                 }
                 if let Some(refusal) = refusal {
@@ -301,8 +302,8 @@ impl ForwardedRequest {
     }
 }
 
-/// Removes what the headers say about the body of the apiserver and is not true of the client's, and returns whether that
-/// is compressed.
+/// Removes what the headers say about the body of the apiserver and is not true of the client's, and returns whether
+/// that is compressed.
 fn adapt_watch_headers(headers: &mut HeaderMap, coding: ContentCoding, wanted: bool) -> bool {
     let with_gzip = wanted && coding == ContentCoding::Gzip;
     // A watch has none, but another server might send it, and events are left out and added.

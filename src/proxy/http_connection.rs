@@ -59,8 +59,8 @@ const EVICTION_PAUSE: Duration = Duration::from_millis(250);
 /// How long it may take if the client has sent a request before it received the GOAWAY.
 const MAX_EVICTION_TIME: Duration = Duration::from_secs(5);
 
-/// How long a drain waits for the first request of an HTTP/1.1 connection. hyper closes one without a request at once, and
-/// Go's client repeats a request only if its connection has carried another one before (`shouldRetryRequest`).
+/// How long a drain waits for the first request of an HTTP/1.1 connection. hyper closes one without a request at once,
+/// and Go's client repeats a request only if its connection has carried another one before (`shouldRetryRequest`).
 const FIRST_REQUEST_WAIT: Duration = Duration::from_secs(2);
 
 /// A client connection and what it needs besides the stream.
@@ -268,9 +268,10 @@ impl HttpConnection<'_> {
     }
 }
 
-/// The header list that an HTTP/2 client may send: twice the limit of a head, and as much as kube-apiserver accepts. A head
-/// between both gets a `Status` ([`hygiene::check_size`]). h2 answers a larger one itself with a 431 without a body, or closes
-/// the connection. Go's client sends no head that is larger than announced, and its error does not name the limit.
+/// The header list that an HTTP/2 client may send: twice the limit of a head, and as much as kube-apiserver accepts. A
+/// head between both gets a `Status` ([`hygiene::check_size`]). h2 answers a larger one itself with a 431 without a
+/// body, or closes the connection. Go's client sends no head that is larger than announced, and its error does not name
+/// the limit.
 const fn http2_header_list(max_header_bytes: u32) -> u32 {
     let twice = max_header_bytes.saturating_mul(2);
     if twice > KUBE_APISERVER_HEAD { twice } else { KUBE_APISERVER_HEAD }

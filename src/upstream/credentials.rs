@@ -5,13 +5,13 @@
 //! The apiserver tries x509 before tokens, so it would authenticate a token on a connection with a
 //! certificate as the subject of the certificate.
 //!
-//! A slot is a configured pair of files, or a user of a kubeconfig. The credential in it has a number that belongs to one
-//! subject and is never reused. When the files change to another subject, the credential gets a new number and the
+//! A slot is a configured pair of files, or a user of a kubeconfig. The credential in it has a number that belongs to
+//! one subject and is never reused. When the files change to another subject, the credential gets a new number and the
 //! connections of the old number drain. So the number of a request never leads to another identity. When only the paths
 //! of the files change, the credential keeps its number and its connections.
 //!
-//! Several slots may have the same subject: a certificate that kubelet rotates, and the one with which it has joined the
-//! cluster. They share the number, and [`in_use`] selects the certificate that is shown.
+//! Several slots may have the same subject: a certificate that kubelet rotates, and the one with which it has joined
+//! the cluster. They share the number, and [`in_use`] selects the certificate that is shown.
 
 mod change;
 mod client_tls;

@@ -378,8 +378,8 @@ impl Endpoint {
         update(&mut self.process_start.answers()[credential as usize]);
     }
 
-    /// A probe with this credential was refused. `others`: what the other endpoints have answered to it. Returns what the
-    /// refusal means.
+    /// A probe with this credential was refused. `others`: what the other endpoints have answered to it. Returns what
+    /// the refusal means.
     pub fn probe_refused(
         &self,
         credential: ProbeCredential,
@@ -399,8 +399,8 @@ impl Endpoint {
         self.ping_limit.get()
     }
 
-    /// The endpoint has closed a connection because of its PINGs, which had the interval `used`. `reason` is the text of
-    /// its GOAWAY.
+    /// The endpoint has closed a connection because of its PINGs, which had the interval `used`. `reason` is the text
+    /// of its GOAWAY.
     pub fn pings_refused(&self, used: Duration, reason: &str) {
         self.ping_limit.refused(used, reason, (&self.upstream, &self.label), &self.metrics);
     }

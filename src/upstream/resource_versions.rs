@@ -105,15 +105,15 @@ impl ResourceVersions {
         self.records().values().cloned().collect()
     }
 
-    /// etcd was restored from a backup and is at `revision` now: no endpoint has shown a higher version. Returns the highest
-    /// version of the lost history.
+    /// etcd was restored from a backup and is at `revision` now: no endpoint has shown a higher version. Returns the
+    /// highest version of the lost history.
     pub fn forget_above(&self, revision: u64) -> u64 {
         let forget = |record: Arc<ResourceRecord>| record.forget_above(revision);
         self.snapshot().into_iter().map(forget).max().unwrap_or(0)
     }
 
-    /// The cache of `resource` at `endpoint` is at `version`. If it has shown a higher one, its process was replaced, because
-    /// the caches of a process never go back: what the earlier process has shown says nothing about this one.
+    /// The cache of `resource` at `endpoint` is at `version`. If it has shown a higher one, its process was replaced,
+    /// because the caches of a process never go back: what the earlier process has shown says nothing about this one.
     pub fn forget_if_ahead(&self, endpoint: &Arc<Endpoint>, resource: &str, version: u64) {
         let Some(record) = self.record(resource) else { return };
         if record.has_reached(endpoint, version.saturating_add(1)) {
@@ -253,8 +253,8 @@ impl ResourceRecord {
         highest.max().unwrap_or(0)
     }
 
-    /// Records that the cache of an endpoint is at `version`, also if it has shown a higher one: the caches of a process
-    /// never go back, so this is another process, whose caches have begun anew or which has an older etcd.
+    /// Records that the cache of an endpoint is at `version`, also if it has shown a higher one: the caches of a
+    /// process never go back, so this is another process, whose caches have begun anew or which has an older etcd.
     pub fn set(&self, shown: &ShownVersion, version: u64, now: Instant) {
         shown.version.fetch_min(version, Ordering::Relaxed);
         shown.list.fetch_min(version, Ordering::Relaxed);

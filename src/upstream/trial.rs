@@ -18,8 +18,8 @@ use super::question;
 /// Limit for the answer. Requests do not wait for it.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Sends a request on a new connection that shows a client certificate, without another credential. If the certificate is
-/// refused, the end of the connection stays expected.
+/// Sends a request on a new connection that shows a client certificate, without another credential. If the certificate
+/// is refused, the end of the connection stays expected.
 ///
 /// # Errors
 /// The endpoint has refused the certificate, or has not answered.

@@ -1,8 +1,8 @@
 //! The version floor of each client and resource: the highest resource version that the client has seen.
 //!
 //! A client that has one connection to one apiserver reads from one watch cache, which only moves forward. jackstay
-//! sends each request to any endpoint, so it keeps the reads of a client from going back ([`jackstay_core::reads`] describes
-//! how): a read gets no answer that is older than the floor.
+//! sends each request to any endpoint, so it keeps the reads of a client from going back ([`jackstay_core::reads`]
+//! describes how): a read gets no answer that is older than the floor.
 //!
 //! The number of floors is limited. When it is exceeded, the client with the most floors loses those that it has not
 //! used for the longest time, so that a client with many resources does not displace the floors of the others.
@@ -26,8 +26,8 @@ use super::resource_versions::{ResourceRecord, ResourceVersions};
 /// less than 200 bytes, with its client.
 pub const MAX_FLOORS: usize = 4096;
 
-/// An endpoint whose watch cache lags is found within 4 s ([`jackstay_core::lag`]), so that the caches of ready endpoints have
-/// reached all events of a version that was seen before this time.
+/// An endpoint whose watch cache lags is found within 4 s ([`jackstay_core::lag`]), so that the caches of ready
+/// endpoints have reached all events of a version that was seen before this time.
 const LAG_LIMIT: Duration = Duration::from_secs(6);
 
 /// The versions of one resource that one client has seen; 0 for a part that it has not seen.
@@ -71,8 +71,8 @@ impl Floor {
         }
     }
 
-    /// Whether the client has seen a list or a bookmark of a higher version a short time ago, so that the watch cache of a
-    /// ready endpoint may be older ([`LAG_LIMIT`]).
+    /// Whether the client has seen a list or a bookmark of a higher version a short time ago, so that the watch cache
+    /// of a ready endpoint may be older ([`LAG_LIMIT`]).
     fn is_progress_recent(&self, now: Instant) -> bool {
         let age =
             self.record.milliseconds(now).saturating_sub(self.raised_at.load(Ordering::Relaxed));
@@ -223,8 +223,8 @@ impl VersionFloors {
         clients.floors.values().filter(is_lowered).count()
     }
 
-    /// etcd was restored from a backup and is at `revision` now: lowers the floors of all resources. Returns the highest
-    /// version before.
+    /// etcd was restored from a backup and is at `revision` now: lowers the floors of all resources. Returns the
+    /// highest version before.
     pub fn forget_above(&self, revision: u64) -> u64 {
         let clients = self.lock();
         let floors = clients.floors.values().flat_map(|known| &known.floors);

@@ -51,6 +51,7 @@ macro_rules! targets {
 targets! {
     arguments certificate config endpoint_objects endpoints_file environment features frames gzip hello
     http1_connection http2_connection kubeconfig node_name pem request server_url state_file takeover watch
+    watch_events
 }
 
 #[test]

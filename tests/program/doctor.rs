@@ -671,8 +671,8 @@ fn doctor_dropped_established_flows_finds_forgotten_flows() {
     });
 }
 
-/// The rules store the client's port of a flow for three seconds after each packet and drop packets of other flows, like
-/// a firewall that forgets idle flows.
+/// The rules store the client's port of a flow for three seconds after each packet and drop packets of other flows,
+/// like a firewall that forgets idle flows.
 #[test]
 #[ignore = "needs a network namespace of its own: unshare --net"]
 fn doctor_firewall_dropping_idle_flows_finds_forgotten_flows() {

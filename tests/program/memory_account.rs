@@ -183,8 +183,8 @@ async fn http2_pieces_of_one_byte_between_large_ones_take_what_is_charged() {
 
 /// `GET https`, as entries of the static table of HPACK (RFC 7541, appendix A).
 const GET_HTTPS: [u8; 2] = [0x82, 0x87];
-/// `:path: /ab` as a literal that the decoder puts into its table of 4 KiB, where an entry has 32 bytes besides its name
-/// and value (RFC 7541, 4.1).
+/// `:path: /ab` as a literal that the decoder puts into its table of 4 KiB, where an entry has 32 bytes besides its
+/// name and value (RFC 7541, 4.1).
 const PATH: [u8; 5] = [0x44, 3, b'/', b'a', b'b'];
 /// The same as a Huffman code.
 const CODED_PATH: [u8; 5] = [0x44, 0x83, 0x60, 0x71, 0xff];

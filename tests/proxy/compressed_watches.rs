@@ -189,8 +189,8 @@ async fn undecodable_stream_is_left_and_its_watch_continues() {
     }
 }
 
-/// h2 grants window again when at least half as much was read as is left of the stream window of 256 KiB. Of these frames
-/// only the last one reaches that, in whatever order they are received and decoded.
+/// h2 grants window again when at least half as much was read as is left of the stream window of 256 KiB. Of these
+/// frames only the last one reaches that, in whatever order they are received and decoded.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn window_of_an_idle_watch_is_granted_again() {
     let (peers, _proxy, client) = setup(1).await;
@@ -209,8 +209,8 @@ async fn window_of_an_idle_watch_is_granted_again() {
     until("the window is granted", async || peers.granted.load(Relaxed) == size * count).await;
 }
 
-/// A list that cannot be decoded ends, because its events have no order yet. Its client lists again, and the apiserver is
-/// not asked for gzip.
+/// A list that cannot be decoded ends, because its events have no order yet. Its client lists again, and the apiserver
+/// is not asked for gzip.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn undecodable_list_ends_and_pauses_gzip() {
     let (peers, proxy, client) = setup(2).await;

@@ -358,8 +358,8 @@ async fn version_of_a_most_recent_list_says_nothing_about_the_cache() {
     assert_eq!(setup.read(&get()).await, written);
 }
 
-/// When the caches of all ready endpoints have the events of a most-recent list, nothing is asked of etcd any more, although
-/// other objects change before each list.
+/// When the caches of all ready endpoints have the events of a most-recent list, nothing is asked of etcd any more,
+/// although other objects change before each list.
 #[tokio::test]
 async fn lists_come_from_caches_again_some_seconds_after_a_most_recent_list() {
     let setup = Setup::new(ConsistentReads::Floor).await;
@@ -415,8 +415,8 @@ async fn list_is_most_recent_when_the_only_cache_is_older_than_a_list() {
     assert_eq!((unchanged, setup.floors("reset").await), (1, 0));
 }
 
-/// The version of a custom list may come only at its end. So it cannot be compared with a floor before it is forwarded, and
-/// the list is not sent unchanged to an endpoint whose cache may be older.
+/// The version of a custom list may come only at its end. So it cannot be compared with a floor before it is forwarded,
+/// and the list is not sent unchanged to an endpoint whose cache may be older.
 #[tokio::test]
 async fn list_after_a_most_recent_list_is_sent_unchanged_only_if_it_can_be_compared() {
     const THINGS: &str = "/apis/example.com/v1/namespaces/default/things";
@@ -512,8 +512,8 @@ async fn watch_list_that_is_started_again_keeps_its_floor() {
     assert_eq!(watch.end(), None);
 }
 
-/// Without the preference, each of at least 80 watches would continue on the endpoint without watches with a probability of 10 %:
-/// it has the fewest streams, but has just started.
+/// Without the preference, each of at least 80 watches would continue on the endpoint without watches with a
+/// probability of 10 %: it has the fewest streams, but has just started.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn lost_watches_continue_on_an_endpoint_that_is_known_to_have_reached_their_cursor() {
     const WATCHES: u64 = 160;

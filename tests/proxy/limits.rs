@@ -286,8 +286,8 @@ async fn drain_finishes_requests_and_ends_watches_cleanly() {
     println!("drained in {:?}", start.elapsed());
 }
 
-/// Its client has connected before the drain and sends its request a moment later, as one does whose connection was in the
-/// accept queue.
+/// Its client has connected before the drain and sends its request a moment later, as one does whose connection was in
+/// the accept queue.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn drain_serves_the_first_request_of_an_http1_connection() {
     let cluster = TestCluster::new(1);

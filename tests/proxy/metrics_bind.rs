@@ -1,5 +1,5 @@
-//! `admin.metrics_bind`: the metrics alone, over TLS, for clients with a credential that an apiserver or the configuration
-//! allows.
+//! `admin.metrics_bind`: the metrics alone, over TLS, for clients with a credential that an apiserver or the
+//! configuration allows.
 
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::time::Duration;

@@ -160,8 +160,8 @@ pub struct Script {
     pub ended: AtomicUsize,
     /// The number of GOAWAY frames from jackstay.
     pub goaways: AtomicUsize,
-    /// The number of PINGs without a request between them that the peers accept; 0 for any number. One more is answered as
-    /// by gRPC servers: GOAWAY `ENHANCE_YOUR_CALM` with `too_many_pings`, and the end of the connection.
+    /// The number of PINGs without a request between them that the peers accept; 0 for any number. One more is answered
+    /// as by gRPC servers: GOAWAY `ENHANCE_YOUR_CALM` with `too_many_pings`, and the end of the connection.
     pub ping_limit: AtomicUsize,
     /// The number of those GOAWAYs.
     pub ping_complaints: AtomicUsize,

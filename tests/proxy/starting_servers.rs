@@ -1,5 +1,5 @@
-//! Apiservers that have just started: until their RBAC is filled they refuse every user outside `system:masters`, `/readyz`
-//! included.
+//! Apiservers that have just started: until their RBAC is filled they refuse every user outside `system:masters`,
+//! `/readyz` included.
 
 use crate::scripted_peer::{Action, Reply, setup};
 use crate::support::watch_recorder::WatchRecorder;
@@ -63,8 +63,8 @@ async fn read_that_two_endpoints_refuse_is_not_sent_to_a_third_one() {
     assert_eq!(body, FORBIDDEN.replace("bob", "second"));
 }
 
-/// Refused requests of clients without rights are sent twice only as far as the budget of hedges goes: a burst of 128 and a
-/// tenth of all requests.
+/// Refused requests of clients without rights are sent twice only as far as the budget of hedges goes: a burst of 128
+/// and a tenth of all requests.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn refused_requests_are_repeated_within_the_budget_of_hedges() {
     const REQUESTS: usize = 1_000;
@@ -80,7 +80,8 @@ async fn refused_requests_are_repeated_within_the_budget_of_hedges() {
     assert!((128..=129 + REQUESTS / 10).contains(&repeated), "{repeated}");
 }
 
-/// Reads of a user without `system:masters` while each server in turn is killed, started, and refuses everybody for a while.
+/// Reads of a user without `system:masters` while each server in turn is killed, started, and refuses everybody for a
+/// while.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn restarted_server_gets_no_request_until_its_rbac_is_filled() {
     let cluster = TestCluster::new(3);

@@ -13,7 +13,8 @@ use http::{HeaderValue, Response};
 /// A body of fewer bytes is sent as it is (`defaultGzipThresholdBytes`).
 const MIN_SIZE: usize = 128 << 10;
 
-/// Compresses the body of a response whose client accepts gzip, if it is whole, large and not compressed.
+/// Compresses the body of a response if it is whole, large and not compressed. The caller checks that the client
+/// accepts gzip.
 pub(super) fn compress(response: &mut Response<ResponseBody>) {
     let ResponseBody::Full(Some(body)) = response.body() else { return };
     if body.len() < MIN_SIZE || response.headers().contains_key(CONTENT_ENCODING) {

@@ -1,8 +1,8 @@
 //! One apiserver of a cluster, without a thread and without a socket of its own.
 //!
 //! [`ApiServer::serve`] runs on the caller's runtime, on sockets of the kernel or of a simulated network. All its tasks
-//! belong to the current [`tokio::task::LocalSet`]: a set that is not polled is a process after SIGSTOP, and the drop of
-//! the set is SIGKILL.
+//! belong to the current [`tokio::task::LocalSet`]: a set that is not polled is a process after SIGSTOP, and the drop
+//! of the set is SIGKILL.
 
 use crate::cluster::Cluster;
 use crate::connection;
@@ -119,8 +119,8 @@ impl ApiServer {
         Ok(Self { state: Arc::new(state) })
     }
 
-    /// Serves until [`Self::drain`] has ended. Its connections are tasks of the current [`tokio::task::LocalSet`], whose
-    /// drop closes them. After that, the server can serve again with a new listener: that is a restart.
+    /// Serves until [`Self::drain`] has ended. Its connections are tasks of the current [`tokio::task::LocalSet`],
+    /// whose drop closes them. After that, the server can serve again with a new listener: that is a restart.
     ///
     /// # Panics
     /// The future panics outside a `LocalSet`.
@@ -190,8 +190,8 @@ impl ApiServer {
         version
     }
 
-    /// Makes a server ready to be started: it knows no TLS sessions, and its watch cache begins with the present state of
-    /// the store.
+    /// Makes a server ready to be started: it knows no TLS sessions, and its watch cache begins with the present state
+    /// of the store.
     pub(super) fn prepare(&self) {
         let sessions = ServerSessionMemoryCache::new(SESSIONS);
         Arc::make_mut(&mut lock(&self.state.tls)).session_storage = sessions;

@@ -77,8 +77,8 @@ pub struct Faults {
     /// New requests wait until this is false, health checks included. PINGs are answered and watches
     /// continue.
     pub hang: bool,
-    /// Watches deliver nothing until this is false, as with a lagging watch cache; then they catch up. New ones wait with
-    /// their initial events.
+    /// Watches deliver nothing until this is false, as with a lagging watch cache; then they catch up. New ones wait
+    /// with their initial events.
     pub hold_watches: bool,
     /// The number of changes after which each watch delivers nothing, until this is `None`.
     pub watched_changes: Option<usize>,
@@ -96,16 +96,17 @@ pub struct Faults {
     pub max_streams: Option<u32>,
     /// Time that every request waits before it is handled, health checks included.
     pub delay: Duration,
-    /// The time that the server needs for a request, drawn for each one, health checks included. It comes after `delay`.
+    /// The time that the server needs for a request, drawn for each one, health checks included. It comes after
+    /// `delay`.
     pub service_time: Option<RangeInclusive<Duration>>,
-    /// The number of requests in flight above which further ones are rejected with 429 and `Retry-After: 1`. Watches and
-    /// what a prober reads are not rejected, as with kube-apiserver's `--max-requests-inflight`.
+    /// The number of requests in flight above which further ones are rejected with 429 and `Retry-After: 1`. Watches
+    /// and what a prober reads are not rejected, as with kube-apiserver's `--max-requests-inflight`.
     pub max_in_flight: Option<u64>,
     /// The time until the watch cache has a change of the store; after a restart it has all. Watches and reads with
     /// `resourceVersion` see the cache. As in kube-apiserver, a read of a version that the cache has not
-    /// reached waits for at most 3 s and then gets 504, a LIST without a version waits too and is then read from the store,
-    /// and a GET without a version reads from the store. With `None` there is no cache: reads see the store, and 504
-    /// comes at once. With zero, a read still waits for a version that the store has not reached.
+    /// reached waits for at most 3 s and then gets 504, a LIST without a version waits too and is then read from the
+    /// store, and a GET without a version reads from the store. With `None` there is no cache: reads see the store, and
+    /// 504 comes at once. With zero, a read still waits for a version that the store has not reached.
     pub cache_lag: Option<Duration>,
     /// The probability that the server sends GOAWAY on the connection of a request, as with `--goaway-chance` of
     /// kube-apiserver.

@@ -319,8 +319,8 @@ pub const SOURCE_PREFIX_V6: u8 = 64;
 pub struct Limits {
     /// Open client connections; each worker has an equal share.
     pub max_connections: usize,
-    /// Client addresses of IPv6 with the same first bits, as many as this, are one source; each source has a share of the
-    /// connections, handshakes and memory.
+    /// Client addresses of IPv6 with the same first bits, as many as this, are one source; each source has a share of
+    /// the connections, handshakes and memory.
     pub source_prefix_v6: u8,
     /// Limit of the TLS handshake. In mode `passthrough`: limit of the time until the `ClientHello`,
     /// and of the time until the server's first byte.

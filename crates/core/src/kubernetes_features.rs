@@ -40,14 +40,14 @@ pub enum ManagedFieldsOptOut {
     Off,
     /// The gate is on.
     On,
-    /// It has no such gate: it is older than the gate, or so new that the gate was removed. The minor version, 0 if it is
-    /// unknown.
+    /// It has no such gate: it is older than the gate, or so new that the gate was removed. The minor version, 0 if it
+    /// is unknown.
     NoGate(u32),
 }
 
 impl ManagedFieldsOptOut {
-    /// A number that is equal for servers that treat the parameter equally: 0 if they ignore it, 1 if they honour it, and
-    /// another one if that is unknown.
+    /// A number that is equal for servers that treat the parameter equally: 0 if they ignore it, 1 if they honour it,
+    /// and another one if that is unknown.
     pub fn number(self) -> u64 {
         match self {
             Self::Off | Self::NoGate(1..38) => 0,

@@ -1,15 +1,15 @@
-//! Total outages: no endpoint of an upstream is usable. An outage is used by three parts:
+//! Total outages: no endpoint of an upstream is usable. Three parts act on an outage:
 //!
-//! | part | it begins | it ends |
+//! | part | begins | ends |
 //! |---|---|---|
 //! | each worker, for the watches that it holds ([`Outage`]) | at once | by the table below |
 //! | the log and the events ([`report`]) | after 0.75 s, so that a lost connection is none | when an endpoint has been usable for 0.75 s |
 //! | the lines about single endpoints, which that of the outage covers ([`crate::fault_lines`]) | with the log | with the log |
 //!
-//! Watches are held during an outage. An apiserver that has just
-//! started accepts requests before its RBAC rules are loaded, and refuses watches and `/readyz` with 403
-//! (Kubernetes 1.36: for 1.1 s). A client whose watch is refused lists again. So an outage does not end
-//! when an endpoint accepts connections, but when one has been ready for a while:
+//! Watches are held during an outage. An apiserver that has just started accepts requests before its RBAC rules are
+//! loaded, and refuses watches and `/readyz` with 403 (Kubernetes 1.36: for 1.1 s). A client whose watch is refused
+//! lists again. So an outage does not end when an endpoint accepts connections, but when one has been ready for a
+//! while:
 //!
 //! | endpoints | outage |
 //! |---|---|

@@ -88,8 +88,8 @@ fn current_user(config: &Kubeconfig) -> Option<&str> {
     context.context.as_ref()?.user.as_deref().filter(|user| !user.is_empty())
 }
 
-/// Directories whose files are private to a user or a session: a unit with `ProtectHome=` and `PrivateTmp=` does not see
-/// them, and temporary files are deleted.
+/// Directories whose files are private to a user or a session: a unit with `ProtectHome=` and `PrivateTmp=` does not
+/// see them, and temporary files are deleted.
 const PRIVATE: [&str; 5] = ["/home", "/root", "/run/user", "/tmp", "/var/tmp"];
 
 /// Whether a process that reads the configuration `config` can be expected to read `kubeconfig` for years: it is a

@@ -168,8 +168,8 @@ impl ExecPlugin {
 /// The name of the extension of a cluster that is meant for plugins.
 const EXTENSION: &str = "client.authentication.k8s.io/exec";
 
-/// The description of a cluster for a plugin (`Cluster` of `client.authentication.k8s.io/v1`); `None` if its CA cannot be
-/// read.
+/// The description of a cluster for a plugin (`Cluster` of `client.authentication.k8s.io/v1`); `None` if its CA cannot
+/// be read.
 fn describe(cluster: &Cluster) -> Option<Value> {
     let Cluster { certificate_authority_data: data, certificate_authority: file, .. } = cluster;
     let pem = match (data, file) {

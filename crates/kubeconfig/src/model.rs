@@ -1,5 +1,5 @@
-//! The content of a kubeconfig (`k8s.io/client-go/tools/clientcmd/api/v1`). Keys that jackstay does not use are preserved
-//! in `other`.
+//! The content of a kubeconfig (`k8s.io/client-go/tools/clientcmd/api/v1`). Keys that jackstay does not use are
+//! preserved in `other`.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fmt;
@@ -155,7 +155,7 @@ pub struct AuthInfo {
     /// The user that is impersonated.
     #[serde(rename = "as", skip_serializing_if = "Option::is_none")]
     pub impersonate: Option<String>,
-    /// A plug-in of earlier versions of kubectl.
+    /// A plugin of earlier versions of kubectl.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub auth_provider: Option<Value>,
     /// A command that prints a credential.

@@ -233,7 +233,7 @@ enum Expected {
 type Keys = &'static [(&'static str, Expected)];
 
 /// The keys that are always written. In a file they may be missing.
-const REQUIRED: [&str; 4] = ["name", "value", "extension", "cluster"];
+const ALWAYS_WRITTEN: [&str; 4] = ["name", "value", "extension", "cluster"];
 
 const TEXTS: Expected = Expected::List(&Expected::Text);
 const EXTENSIONS: Expected =
@@ -459,7 +459,7 @@ impl Reader<'_> {
         Ok(Some(value))
     }
 
-    /// An object without its null values, and with [`REQUIRED`] ones.
+    /// An object without its null values. Adds the missing [`ALWAYS_WRITTEN`] keys.
     fn object(
         &self,
         pairs: &[(String, Node)],
@@ -473,7 +473,7 @@ impl Reader<'_> {
                 object.insert(key.clone(), value);
             }
         }
-        for (key, expected) in keys.iter().filter(|(key, _)| REQUIRED.contains(key)) {
+        for (key, expected) in keys.iter().filter(|(key, _)| ALWAYS_WRITTEN.contains(key)) {
             object.entry(*key).or_insert_with(|| zero(*expected));
         }
         Ok(object.into())
@@ -514,7 +514,7 @@ fn zero(expected: Expected) -> Value {
         Expected::List(_) => Value::Array(Vec::new()),
         Expected::Values(_) => Map::new().into(),
         Expected::Object(keys) => {
-            let required = keys.iter().filter(|(key, _)| REQUIRED.contains(key));
+            let required = keys.iter().filter(|(key, _)| ALWAYS_WRITTEN.contains(key));
             Value::Object(required.map(|(key, of)| ((*key).to_owned(), zero(*of))).collect())
         }
         Expected::Any => Value::Null,

@@ -1,8 +1,9 @@
 //! The proxy that the environment selects for kubectl.
 //!
 //! Without a `proxy-url`, client-go takes the proxy of the environment (`http.ProxyFromEnvironment`): `HTTPS_PROXY` or
-//! `https_proxy`, except for `localhost`, loopback addresses and the hosts of `NO_PROXY` (`golang.org/x/net/http/httpproxy`,
-//! `config.useProxy`). jackstay connects directly, and kubectl connects to a local listener directly.
+//! `https_proxy`, except for `localhost`, loopback addresses and the hosts of `NO_PROXY`
+//! (`golang.org/x/net/http/httpproxy`, `config.useProxy`). jackstay connects directly, and kubectl connects to a local
+//! listener directly.
 
 use std::net::IpAddr;
 

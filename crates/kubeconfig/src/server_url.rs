@@ -15,8 +15,8 @@ pub struct ServerUrl {
     pub path: String,
 }
 
-/// Why the `server` of a cluster is not an https URL that jackstay can use. A user in it is not part of the text, because
-/// a password may follow.
+/// Why the `server` of a cluster is not an https URL that jackstay can use. A user in it is not part of the text,
+/// because a password may follow.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("server {} {}", quote(.0), .1.as_str())]
 pub struct ServerUrlError(pub String, pub ServerUrlMistake);
@@ -77,9 +77,9 @@ impl ServerUrlMistake {
 }
 
 impl ServerUrl {
-    /// Parses an https URL as client-go does (`rest.DefaultServerURL`, `net/url`): the scheme has no case, an empty port
-    /// is 443, and a query and a fragment are not used. A user is accepted; [`user_in`] returns it. Without a scheme
-    /// kubectl uses http, and jackstay https.
+    /// Parses an https URL as client-go does (`rest.DefaultServerURL`, `net/url`): the scheme has no case, an empty
+    /// port is 443, and a query and a fragment are not used. A user is accepted; [`user_in`] returns it. Without a
+    /// scheme kubectl uses http, and jackstay https.
     ///
     /// # Errors
     /// The text is not an https URL that jackstay can use.

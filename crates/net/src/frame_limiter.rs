@@ -1,22 +1,21 @@
 //! Limits the frames that a peer sends and that cost more than they carry.
 //!
 //! HTTP/2 lets a peer send control frames, empty frames, resets and interim responses at no cost to itself
-//! (CVE-2019-9512 and others, CVE-2023-44487). Each kind has a [budget](jackstay_core::frame_budgets). A peer that uses up one gets GOAWAY
-//! with `ENHANCE_YOUR_CALM`, and its connection is closed.
+//! (CVE-2019-9512 and others, CVE-2023-44487). Each kind has a [budget](jackstay_core::frame_budgets). A peer that uses
+//! up one gets GOAWAY with `ENHANCE_YOUR_CALM`, and its connection is closed.
 //!
 //! A header block, HEADERS with all its CONTINUATION frames, must arrive within `limits.header_timeout`, however
-//! slowly its bytes come. h2 limits its size and the number of its frames, and [`jackstay_core::request::hygiene`] those of
-//! trailers.
-//! As long as a header block is open, the connection may carry no other frame (RFC 9113, 4.3), so the connection
-//! is closed with the same GOAWAY. What it holds until then is charged, since there is no request yet, and so is what its
-//! fields keep in the [table](jackstay_core::header_table) of h2's decoder.
+//! slowly its bytes come. h2 limits its size and the number of its frames, and [`jackstay_core::request::hygiene`]
+//! those of trailers. As long as a header block is open, the connection may carry no other frame (RFC 9113, 4.3), so
+//! the connection is closed with the same GOAWAY. What it holds until then is charged, since there is no request yet,
+//! and so is what its fields keep in the [table](jackstay_core::header_table) of h2's decoder.
 //!
-//! h2 reads as long as the socket has bytes, and a record of TLS can have many frames; the records themselves are counted
-//! by [`jackstay_sys::sockets::read_ahead`]. So that a peer that always has more does not delay the others,
-//! the connection yields to them after a turn: [`CLIENT_TURN`], or [`SERVER_TURN`] if the peer is an apiserver.
-//! It yields before the end of the stream too, so that h2 first processes what was read before it: after a GOAWAY and
-//! the last response h2 closes the connection itself, and no stream is lost with it. An error, such as a TLS alert, is
-//! reported at once: a write that follows would fail with another one, which says less.
+//! h2 reads as long as the socket has bytes, and a record of TLS can have many frames; the records themselves are
+//! counted by [`jackstay_sys::sockets::read_ahead`]. So that a peer that always has more does not delay the others, the
+//! connection yields to them after a turn: [`CLIENT_TURN`], or [`SERVER_TURN`] if the peer is an apiserver. It yields
+//! before the end of the stream too, so that h2 first processes what was read before it: after a GOAWAY and the last
+//! response h2 closes the connection itself, and no stream is lost with it. An error, such as a TLS alert, is reported
+//! at once: a write that follows would fail with another one, which says less.
 
 mod header_block;
 
@@ -141,8 +140,8 @@ impl<T> FrameLimiter<T> {
         (limiter, seen)
     }
 
-    /// Charges header blocks that continue in other frames while they are open, `largest` bytes each, and what the table of
-    /// h2's decoder keeps.
+    /// Charges header blocks that continue in other frames while they are open, `largest` bytes each, and what the
+    /// table of h2's decoder keeps.
     #[must_use]
     pub fn charging_headers(mut self, largest: usize, charge: ChargeHeaders) -> Self {
         self.block.set_charge(largest, charge);

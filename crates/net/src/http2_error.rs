@@ -45,8 +45,8 @@ fn goaway_debug_data(error: &h2::Error) -> String {
     quoted.unwrap_or_default().chars().take(MAX_DEBUG_DATA).collect()
 }
 
-/// The text of an error with which h2 refuses a response head that is larger than [`MAX_RESPONSE_HEAD`]: a reset of the stream,
-/// which it also has for a malformed head, or the end of the connection if the head has far more frames.
+/// The text of an error with which h2 refuses a response head that is larger than [`MAX_RESPONSE_HEAD`]: a reset of the
+/// stream, which it also has for a malformed head, or the end of the connection if the head has far more frames.
 fn large_head(error: &h2::Error) -> Option<String> {
     let size = MAX_RESPONSE_HEAD / 1024;
     match error.reason()? {

@@ -1,5 +1,5 @@
-//! Storms: fleets whose nodes decide independently, and what they do together to three apiservers. Bounds are those of a
-//! node, so that they hold for a fleet of any size.
+//! Storms: fleets whose nodes decide independently, and what they do together to three apiservers. Bounds are those of
+//! a node, so that they hold for a fleet of any size.
 
 use std::io;
 use std::time::Duration;
@@ -41,10 +41,11 @@ pub struct Bounds {
     pub connects: f64,
     /// Lists in a second at one apiserver, for each node.
     pub lists: f64,
-    /// The share of the watches that one apiserver has at the end, in 0..=1. Small fleets may have more ([`tolerance`]).
+    /// The share of the watches that one apiserver has at the end, in 0..=1. Small fleets may have more
+    /// ([`tolerance`]).
     pub share: f64,
-    /// Seconds from the end of the faults until the watches of all apiservers are within [`tolerance`] of their mean; `None`
-    /// if an apiserver is missing at the end.
+    /// Seconds from the end of the faults until the watches of all apiservers are within [`tolerance`] of their mean;
+    /// `None` if an apiserver is missing at the end.
     pub even_after: Option<usize>,
     /// Seconds from the fault until the apiserver has no watch; `None` if it keeps or regains some.
     pub left_after: Option<usize>,
@@ -127,7 +128,8 @@ pub const ALL: &[Storm] = &[
         },
         bounds: Bounds {
             connects: 6.0,
-            // A watch whose last bookmark is older than the start of every apiserver gets 410; a node has about three on one.
+            // A watch whose last bookmark is older than the start of every apiserver gets 410; a node has about three
+            // on one.
             lists: 3.0,
             share: 0.37,
             even_after: Some(240),
@@ -206,10 +208,11 @@ impl Storm {
     }
 }
 
-/// How far the watches of an apiserver may be from the mean of three, as a share of it: 10 %, and more in fleets of fewer than
-/// 144 nodes, whose counts chance decides. The rebalance leaves a node with three, three and two watches, and each watch ends
-/// after 5 to 10 minutes and may begin again at another apiserver, from which the rebalance moves it back in a minute. The
-/// counts had a standard deviation of 4 % of the mean with 60 nodes, which is 0.3/√n; four of them are permitted.
+/// How far the watches of an apiserver may be from the mean of three, as a share of it: 10 %, and more in fleets of
+/// fewer than 144 nodes, whose counts chance decides. The rebalance leaves a node with three, three and two watches,
+/// and each watch ends after 5 to 10 minutes and may begin again at another apiserver, from which the rebalance moves
+/// it back in a minute. The counts had a standard deviation of 4 % of the mean with 60 nodes, which is 0.3/√n; four of
+/// them are permitted.
 fn tolerance(nodes: usize) -> f64 {
     (1.2 / (nodes as f64).sqrt()).max(0.1)
 }

@@ -114,8 +114,9 @@ impl Drop for Process {
     }
 }
 
-/// A free port of loopback, for a process that starts later or again. The kernel gives it to no other socket, because it
-/// is below `net.ipv4.ip_local_port_range` (ip(7)), and each test has other ones, by its PID.
+/// A free port of loopback, for a process that starts later or again. The port is below
+/// `net.ipv4.ip_local_port_range` (ip(7)), so the kernel gives it to no other socket. Each process of tests begins with
+/// a range of its own, selected by its PID.
 pub fn free_address() -> SocketAddr {
     static TAKEN: AtomicU32 = AtomicU32::new(0);
     let first = FIRST_PORT + std::process::id() % PORT_RANGES * PORTS;
@@ -131,7 +132,7 @@ pub fn free_address() -> SocketAddr {
 const FIRST_PORT: u32 = 10_000;
 const END_OF_PORTS: u32 = 32_768;
 
-/// Ports of one test. A test that needs more uses those of another PID that nobody listens on.
+/// Ports of one process of tests. A process that needs more continues in the next range.
 const PORTS: u32 = 8;
 const PORT_RANGES: u32 = 2_750;
 

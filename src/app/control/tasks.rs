@@ -72,8 +72,8 @@ struct AdminServer {
 }
 
 impl Tasks {
-    /// Without tasks. `status` is the content of the admin endpoint; `context` is for discovery. `ended` becomes true when
-    /// the process ends.
+    /// Without tasks. `status` is the content of the admin endpoint; `context` is for discovery. `ended` becomes true
+    /// when the process ends.
     pub fn new(
         status: Arc<ProcessStatus>,
         context: Arc<SharedContext>,

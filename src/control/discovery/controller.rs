@@ -319,8 +319,8 @@ impl DiscoveryController {
         }
     }
 
-    /// Reports that `retained` endpoints that are not wanted stay, and for which ones they wait and why: when the new ones
-    /// have been tried, and when the reasons change.
+    /// Reports that `retained` endpoints that are not wanted stay, and for which ones they wait and why: when the new
+    /// ones have been tried, and when the reasons change.
     fn report_retained(&mut self, retained: usize, now: Instant) {
         if retained == 0 {
             let waits = self.waits.take();

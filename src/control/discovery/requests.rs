@@ -40,18 +40,19 @@ pub trait Requests {
     type Body: ResponseChunks;
 
     /// Sends a request for this path and query. Returns the status and the body.
-    async fn get(
+    fn get(
         &self,
         target: &str,
         is_watch: bool,
-    ) -> Result<(StatusCode, Self::Body), RequestError>;
+    ) -> impl Future<Output = Result<(StatusCode, Self::Body), RequestError>>;
 }
 
 /// The body of a response, as it arrives.
 pub trait ResponseChunks {
     /// The next part; `None` at the end. `in_event`: a part of an event has arrived, so the body of a watch cannot end
     /// without losing it.
-    async fn next(&mut self, in_event: bool) -> Option<Result<Bytes, RequestError>>;
+    fn next(&mut self, in_event: bool)
+    -> impl Future<Output = Option<Result<Bytes, RequestError>>>;
 }
 
 /// Sends requests over a pool of discovery's own, whose connections close when this is dropped.
@@ -140,15 +141,15 @@ struct Watched {
 }
 
 impl Watched {
-    /// An apiserver answers, so the endpoints are those of now.
+    /// Records that the endpoints are current, because an apiserver answers.
     fn confirm(&self) {
         self.upstream.sources.confirmed(EndpointSource::Slices);
     }
 }
 
 impl ResponseChunks for PooledBody {
-    /// If the connection of a watch is lost or should drain between two events, the body ends without an error: the watch
-    /// continues on another connection.
+    /// If the connection of a watch is lost or should drain between two events, the body ends without an error: the
+    /// watch continues on another connection.
     async fn next(&mut self, in_event: bool) -> Option<Result<Bytes, RequestError>> {
         let connection = Rc::clone(self.permit.connection());
         let may_leave = self.watched.is_some() && !in_event;

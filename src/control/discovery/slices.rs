@@ -6,8 +6,8 @@
 //! `v1beta1`, or `Endpoints` of the core group. It lists once and follows the events from there;
 //! [`ObjectStore`] drops the replays among them.
 //!
-//! After a failure the watch continues from the version of the last event. After 410 Gone, and after every third failure in
-//! a row, it lists again, so that a wrong resourceVersion cannot hide the current endpoints for long.
+//! After a failure the watch continues from the version of the last event. After 410 Gone, and after every third
+//! failure in a row, it lists again, so that a wrong resourceVersion cannot hide the current endpoints for long.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -34,9 +34,11 @@ use crate::control::file_watch::{FileWatch, poll_ticks};
 /// Bounds of the pause after a failure.
 const RETRY_MIN: Duration = Duration::from_millis(250);
 const RETRY_MAX: Duration = Duration::from_secs(15);
-/// Thousands of nodes that have lost the same apiserver must not send their requests to the next one at the same moment.
+/// Thousands of nodes that have lost the same apiserver must not send their requests to the next one at the same
+/// moment.
 const RETRIES: Backoff = Backoff::new(RETRY_MIN, RETRY_MAX).with_factors(0.5, 1.0);
-/// Limit for a list with its whole body. That of a response head is 30 s, and an apiserver may stop after it.
+/// Limit for finding a resource that may be listed, and listing it with all pages. A response head may take 30 s, and
+/// an apiserver may stop after it.
 const LIST_TIMEOUT: Duration = Duration::from_secs(60);
 /// Failures in a row after which the watch lists again.
 const RELIST_AFTER: u32 = 3;
@@ -46,8 +48,8 @@ const STABLE_AFTER: Duration = Duration::from_secs(60);
 const PAGE: usize = 500;
 /// After this time the apiserver ends a watch, and the next one continues: client-go asks for 5 to 10 minutes.
 const WATCH_TIMEOUT: Duration = Duration::from_secs(290);
-/// A watch without an event is left this long after its apiserver should have ended it: a proxy on the path may have lost
-/// it, and still answer PINGs.
+/// A watch without an event is left this long after its apiserver should have ended it: a proxy on the path may have
+/// lost it, and still answer PINGs.
 const WATCH_GRACE: Duration = Duration::from_secs(5);
 /// Limit for the body of a refusal, which is read only for its message.
 const REFUSAL_TIMEOUT: Duration = Duration::from_secs(5);

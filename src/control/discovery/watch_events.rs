@@ -134,24 +134,29 @@ fn too_long() -> RequestError {
 
 #[cfg(test)]
 mod tests {
+    use std::cell::RefCell;
     use std::collections::VecDeque;
+    use std::rc::Rc;
 
     use bytes::Bytes;
     use serde_json::json;
 
     use super::*;
 
-    /// Parts that arrive, and then the end.
-    struct Parts(VecDeque<Result<Bytes, RequestError>>);
+    /// Parts that arrive, and then the end. Records whether a part of an event had arrived before each.
+    #[derive(Default)]
+    struct Parts(VecDeque<Result<Bytes, RequestError>>, Rc<RefCell<Vec<bool>>>);
 
     impl ResponseChunks for Parts {
-        async fn next(&mut self, _: bool) -> Option<Result<Bytes, RequestError>> {
+        async fn next(&mut self, in_event: bool) -> Option<Result<Bytes, RequestError>> {
+            self.1.borrow_mut().push(in_event);
             self.0.pop_front()
         }
     }
 
     fn parts(texts: &[&str]) -> Parts {
-        Parts(texts.iter().map(|text| Ok(Bytes::copy_from_slice(text.as_bytes()))).collect())
+        let parts = texts.iter().map(|text| Ok(Bytes::copy_from_slice(text.as_bytes())));
+        Parts(parts.collect(), Rc::default())
     }
 
     async fn events(texts: &[&str]) -> Vec<Result<WatchEvent, RequestError>> {
@@ -167,8 +172,8 @@ mod tests {
         all
     }
 
-    #[tokio::test]
-    async fn events_are_the_same_whatever_their_parts_are() {
+    #[tokio::test(start_paused = true)]
+    async fn next_returns_the_same_events_for_any_split() {
         let text = "{\"type\":\"ADDED\",\"object\":{\"a\":1}}\n\n\
                     {\"type\":\"DELETED\",\"object\":{}}\r\n\
                     {\"type\":\"BOOKMARK\",\"object\":{\"metadata\":{\"resourceVersion\":\"7\"}}}\n\
@@ -187,7 +192,17 @@ mod tests {
         }
     }
 
-    #[tokio::test]
+    #[tokio::test(start_paused = true)]
+    async fn next_says_whether_the_body_may_end_here() {
+        let parts = parts(&["{\"type\":\"DELETED\",", "\"object\":{}", "}\n"]);
+        let in_event = Rc::clone(&parts.1);
+        let mut events = WatchEvents::new(parts);
+        assert_eq!(events.next().await, Some(Ok(WatchEvent::Deleted(json!({})))));
+        assert_eq!(events.next().await, None);
+        assert_eq!(*in_event.borrow(), [false, true, true, false]);
+    }
+
+    #[tokio::test(start_paused = true)]
     async fn event_that_is_not_valid_or_too_long_is_an_error() {
         let long = "x".repeat(MAX_BYTES);
         for (texts, expected) in [

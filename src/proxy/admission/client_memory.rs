@@ -127,8 +127,8 @@ pub struct ClientMemory {
 
 impl ClientMemory {
     /// Charges a connection of this source with these windows and `extra` bytes of buffers. If it does not fit, `evict`
-    /// is asked to close an idle connection of the source, whose memory is then used twice until it is closed. `None` if
-    /// there is none.
+    /// is asked to close an idle connection of the source, whose memory is then used twice until it is closed. `None`
+    /// if there is none.
     pub fn new(
         source: Arc<SourceMemory>,
         rank: ClientRank,
@@ -224,10 +224,10 @@ impl ClientMemory {
         self.last_shed.take()
     }
 
-    /// Charges a request to a server with the API below `prefix`; `None` if it does not fit. Of a client without a configured identity, that includes the
-    /// reserve of the response: once the request is sent upstream, its response can no longer be refused. One with a token
-    /// may wait until it is sent ([`super::unproven_requests`]), and nothing of its response is held before
-    /// ([`StreamMemory::charge_response`]).
+    /// Charges a request to a server with the API below `prefix`; `None` if it does not fit. Of a client without a
+    /// configured identity, that includes the reserve of the response: once the request is sent upstream, its response
+    /// can no longer be refused. One with a token may wait until it is sent ([`super::unproven_requests`]), and nothing
+    /// of its response is held before ([`StreamMemory::charge_response`]).
     pub fn begin<B: http_body::Body>(
         self: &Rc<Self>,
         request: &Request<B>,
@@ -459,8 +459,8 @@ fn has_token<B>(request: &Request<B>) -> bool {
     request.headers().contains_key(header::AUTHORIZATION)
 }
 
-/// Bytes that a header block may hold whose list may have `list` bytes (RFC 9113, 6.5.2), while it is not complete. Each
-/// field counts 32 bytes and more, and costs more if the table has room for others.
+/// Bytes that a header block may hold whose list may have `list` bytes (RFC 9113, 6.5.2), while it is not complete.
+/// Each field counts 32 bytes and more, and costs more if the table has room for others.
 pub const fn open_head(list: usize) -> usize {
     list / hygiene::FIELD_OVERHEAD * 2 * FIELD_COST
 }
@@ -489,8 +489,8 @@ mod tests {
     static ROOT: std::sync::LazyLock<PathPrefix> = std::sync::LazyLock::new(PathPrefix::default);
 
     /// What the tables of a head with different names hold: entries of 104 bytes, and an index of 4 bytes for each of a
-    /// power of two of places, of which three quarters can be used (`http::HeaderMap`). The room for some more is part of
-    /// [`STREAM_COST`].
+    /// power of two of places, of which three quarters can be used (`http::HeaderMap`). The room for some more is part
+    /// of [`STREAM_COST`].
     #[test]
     fn head_with_many_fields_is_charged_for_the_tables_that_hold_it() {
         for count in [0, 1, 20, 32, 33, 49, 97, 200, 385, 1_000, 1_537, 1_985] {
@@ -523,8 +523,8 @@ mod tests {
         ClientMemory::of_local_client(budget.source(1), rank).unwrap()
     }
 
-    /// A request that waits to prove its token holds nothing of a response: four hundred connections with such requests fit
-    /// into the share of a source. Each is charged when it is sent.
+    /// A request that waits to prove its token holds nothing of a response: four hundred connections with such requests
+    /// fit into the share of a source. Each is charged when it is sent.
     #[test]
     fn response_of_a_request_with_an_unproven_token_is_charged_when_it_is_sent() {
         let budget = MemoryBudget::new(160 * MIB);

@@ -54,9 +54,9 @@
 //! | `StalledStream` | `limits.stall_timeout` | `the client takes no bytes` | `jackstay_responses_cut_total`, `client` | `ResetStream` |
 //! | `UpstreamStreams` | `connections.max`, `connections.max_streams` | `every stream to the apiservers is taken: see connections.max and connections.max_streams` | `jackstay_own_errors_total`, `limit` | `Status(429)` |
 //!
-//! [`listener_admission::ListenerAdmission`] admits the connections of a listener. Slots are counted for each listener on
-//! each worker, handshakes for each worker, turns of requests for each worker and upstream. The account of memory is one
-//! for the process, which the application creates.
+//! [`listener_admission::ListenerAdmission`] admits the connections of a listener. Slots are counted for each listener
+//! on each worker, handshakes for each worker, turns of requests for each worker and upstream. The account of memory is
+//! one for the process, which the application creates.
 
 pub(super) mod client_memory;
 pub(super) mod connection_slots;

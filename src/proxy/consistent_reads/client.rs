@@ -6,8 +6,8 @@
 //! | JSON Web Token with issuer and subject, such as that of a service account | these two: the token changes with each restart of a pod, and every hour |
 //! | any other token | the token |
 //!
-//! The claims are read before the apiserver has verified the token. That does no harm: a floor is created or raised only
-//! by an accepted request, and to apply that of another client makes answers newer, not older.
+//! The claims are read before the apiserver has verified the token. That does no harm: a floor is created or raised
+//! only by an accepted request, and to apply that of another client makes answers newer, not older.
 
 use std::cell::Cell;
 

@@ -1,4 +1,5 @@
-//! Learns the version of a response while its body is forwarded, and finds a list that is older than its client has seen.
+//! Learns the version of a response while its body is forwarded, and finds a list that is older than its client has
+//! seen.
 
 use std::rc::Rc;
 use std::sync::Arc;
@@ -97,8 +98,8 @@ impl VersionLearner {
         }
     }
 
-    /// The next list is asked of another endpoint. If each ready one is known to be older, the floor is lowered, because the
-    /// client would be reset each time.
+    /// The next list is asked of another endpoint. If each ready one is known to be older, the floor is lowered,
+    /// because the client would be reset each time.
     #[cold]
     fn found_older(&self, version: u64, oldest: &OldestList) {
         let (record, client) = (&self.floor.record, &oldest.client);
@@ -114,9 +115,9 @@ impl VersionLearner {
     }
 }
 
-/// Lowers the floors of all clients to what the endpoints have reached, of which the highest has said this version. In a
-/// group that an aggregated apiserver may serve, there are no floors from now on: each of its replicas may have a store of
-/// its own.
+/// Lowers the floors of all clients to what the endpoints have reached, of which the highest has said this version. In
+/// a group that an aggregated apiserver may serve, there are no floors from now on: each of its replicas may have a
+/// store of its own.
 #[cold]
 pub(super) fn lower_floors(floor: &Floor, reached: u64, client: &UpstreamClient) {
     let upstream = client.pool.upstream();

@@ -5,10 +5,8 @@
 //! ([`crate::upstream::version_floors`]), and how far the cache of each endpoint has come
 //! ([`crate::upstream::resource_versions`]).
 //!
-//! A list is compared with the floor as soon as its version has arrived. If its head has been forwarded by then, because the
-//! body began late or its version follows the items, an older list is reset before its end, and the client lists again.
-//! After a floor that no endpoint has reached, a group of an aggregated apiserver or of custom resources has no floors any
-//! more ([`crate::upstream::unordered_groups`]).
+//! After a floor that no endpoint has reached, a group of an aggregated apiserver or of custom resources has no floors
+//! any more ([`crate::upstream::unordered_groups`]).
 //!
 //! | module | purpose |
 //! |---|---|
@@ -61,9 +59,9 @@ pub struct RequestVersions {
 }
 
 impl RequestVersions {
-    /// The versions of a request with this credential, subject and headers, whose connection has had this client before;
-    /// `None` if they mean nothing: it is no request for a resource, nothing identifies its client, or the configuration
-    /// says so. `gzip_state` bounds what the decoder of its response holds.
+    /// The versions of a request with this credential, subject and headers, whose connection has had this client
+    /// before; `None` if they mean nothing: it is no request for a resource, nothing identifies its client, or the
+    /// configuration says so. `gzip_state` bounds what the decoder of its response holds.
     pub fn new(
         info: &RequestInfo,
         (last, credential, subject, headers): RequestClient<'_>,
@@ -114,8 +112,8 @@ impl RequestVersions {
         }
     }
 
-    /// The version of a list that is older than the floor; `None` for any other response. `body`: what has arrived of it,
-    /// and whether that is all.
+    /// The version of a list that is older than the floor; `None` for any other response. `body`: what has arrived of
+    /// it, and whether that is all.
     pub fn older_list(
         &self,
         read: &mut ConsistentRead,
@@ -172,8 +170,8 @@ impl RequestVersions {
         Some(Box::new(WatchVersions::new(endpoint, floor, start, read.at_start())))
     }
 
-    /// Learns from the body of a response with this head at `endpoint`; `None` if it shows nothing, or nothing more than
-    /// what was compared.
+    /// Learns from the body of a response with this head at `endpoint`; `None` if it shows nothing, or nothing more
+    /// than what was compared.
     pub fn learn(
         &self,
         read: &ConsistentRead,

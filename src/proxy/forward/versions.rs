@@ -45,8 +45,7 @@ impl ForwardedRequest {
         Some(head)
     }
 
-    /// A response that has arrived as far as it is held back, which is a failure if it is a list that is older than one that
-    /// the client has seen.
+    /// Compares a list with the floor of the client. An older list is a failed attempt.
     pub(super) fn compare(
         &self,
         response: UpstreamResponse,
@@ -74,8 +73,8 @@ impl ForwardedRequest {
         AttemptInput::Failed { attempt, failure }
     }
 
-    /// Executes how the request continues after an endpoint that has not reached its version. If none has, the floors are
-    /// lowered.
+    /// Executes how the request continues after an endpoint that has not reached its version. If none has, the floors
+    /// are lowered.
     #[cold]
     pub(super) fn continue_without_version(&self, after: AfterNotReached, attempts: &Attempts) {
         let metrics = &self.upstream.metrics;

@@ -158,9 +158,9 @@ struct Candidate<T = Arc<Endpoint>> {
     endpoint: T,
 }
 
-/// The order in which the candidates are tried: by state, fallbacks last, and otherwise random. The first of the best rank
-/// is the one with fewer flows of two random ones (power of two choices). If only one candidate has the best
-/// rank, it comes twice.
+/// The order in which the candidates are tried: by state, fallbacks last, and otherwise random. The first of the best
+/// rank is the one with fewer flows of two random ones (power of two choices). If only one candidate has the best rank,
+/// it comes twice.
 fn order<T: Clone>(mut candidates: Vec<Candidate<T>>, rng: &mut fastrand::Rng) -> Vec<T> {
     candidates.retain(|candidate| candidate.rank.0 != EndpointState::Leaving);
     rng.shuffle(&mut candidates);

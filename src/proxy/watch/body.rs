@@ -329,7 +329,7 @@ impl WatchBody {
         if matches!(effect, SessionEffect::End(_, NotResumable::InternalError)) {
             let upstream = &self.context.upstream;
             let name = &upstream.pool.upstream().name;
-            let line = format!("upstream {name}: a watch ends because of a defect of jackstay");
+            let line = format!("upstream {name}: watch ended because of a defect of jackstay");
             let detail = format_args!("input {input_name} in state {state}: {cause}");
             upstream.warnings.warn(&line, detail);
         }

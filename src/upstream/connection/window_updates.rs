@@ -1,7 +1,7 @@
 //! Sends the windows of a connection to the apiserver.
 //!
-//! h2 sends one change of `SETTINGS_INITIAL_WINDOW_SIZE` at a time, and the next one when the apiserver has acknowledged
-//! it.
+//! h2 sends one change of `SETTINGS_INITIAL_WINDOW_SIZE` at a time, and the next one when the apiserver has
+//! acknowledged it.
 
 use std::time::{Duration, Instant};
 
@@ -66,7 +66,8 @@ impl WindowUpdates {
         self.due |= self.line.received(bytes, now);
     }
 
-    /// Adjusts the windows if that is due, and sends them if they have changed. Returns whether h2 has something to send.
+    /// Adjusts the windows if that is due, and sends them if they have changed. Returns whether h2 has something to
+    /// send.
     pub(super) fn update(
         &mut self,
         h2: &mut H2Connection<Http2Stream, Bytes>,

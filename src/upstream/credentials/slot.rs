@@ -129,8 +129,8 @@ impl IdentitySlot {
         (identity.certificate.info.subject == *subject).then_some(identity.number)
     }
 
-    /// Why the content of the files is not in use, why the certificate in use is not valid at `now` or is to end without
-    /// a renewal, and why clients that present the same certificate are refused.
+    /// Why the content of the files is not in use, why the certificate in use is not valid at `now` or is to end
+    /// without a renewal, and why clients that present the same certificate are refused.
     pub fn error(&self, now: SystemTime) -> Option<String> {
         let info = self.certificate();
         let invalid = info

@@ -20,8 +20,8 @@ impl PingLimit {
         Some(self.0.load(Ordering::Relaxed)).filter(|ms| *ms > 0).map(Duration::from_millis)
     }
 
-    /// Takes in a complaint about a connection whose PINGs had the interval `used`, and reports it. `reason` is the text of
-    /// its GOAWAY.
+    /// Takes in a complaint about a connection whose PINGs had the interval `used`, and reports it. `reason` is the
+    /// text of its GOAWAY.
     pub(super) fn refused(
         &self,
         used: Duration,

@@ -1,5 +1,5 @@
-//! Certificates of apiservers and clients that Go accepts or refuses in another way than webpki. The table of all inputs
-//! is in `crates/net/src/tls/verification/tests.rs`.
+//! Certificates of apiservers and clients that Go accepts or refuses in another way than webpki. The table of all
+//! inputs is in `crates/net/src/tls/verification/tests.rs`.
 
 use std::fs;
 use std::net::SocketAddr;

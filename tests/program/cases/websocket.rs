@@ -1,5 +1,5 @@
-//! A watch over WebSocket is not resumed. It ends as soon as an ordinary watch would leave its apiserver, so that its client
-//! continues it.
+//! A watch over WebSocket is not resumed. It ends as soon as an ordinary watch would leave its apiserver, so that its
+//! client continues it.
 
 use crate::cases::peer::{EVENT_FRAME, Life, Peer, Rig, Script, addresses, start_peers};
 use crate::support::figures::check_figure;

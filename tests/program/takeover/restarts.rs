@@ -243,7 +243,8 @@ impl Results {
 /// Clients with a new connection for each request, and with kept connections.
 const CLIENTS: usize = 4;
 
-/// Drain timeout of the restarts in a loop. A request on a new L4 connection fails if it lasts longer.
+/// Drain timeout of the restarts in a loop. L4 connections that outlast it are reset, so it exceeds the longest request
+/// on a loaded machine: with 1 s, five runs at once had connections that were reset before their handshake.
 const LOOP_DRAIN: Duration = Duration::from_secs(4);
 
 /// Interval of the requests of a client.
@@ -296,8 +297,8 @@ async fn restart_in_a_loop(mode: &'static str) {
     }
 }
 
-/// The rows of `/proc/net/tcp` (proc(5)) for a port, without those in `TIME_WAIT`: states, and bytes in the queues of both
-/// ends of each connection.
+/// The rows of `/proc/net/tcp` (proc(5)) for a port, without those in `TIME_WAIT`: states, and bytes in the queues of
+/// both ends of each connection.
 fn sockets_of_port(port: u16) -> String {
     let end = format!(":{port:04X}");
     let table = std::fs::read_to_string("/proc/net/tcp").unwrap_or_default();

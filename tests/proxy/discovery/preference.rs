@@ -1,5 +1,5 @@
-//! `prefer: local`: an apiserver on this host before others. It needs its own namespaces, as `host_faults` does: an address
-//! of another host is one that nftables translates.
+//! `prefer: local`: an apiserver on this host before others. It needs its own namespaces, as `host_faults` does: an
+//! address of another host is one that nftables translates.
 
 use crate::discovery::host_faults::{HostChange, run};
 use crate::support::wait::until_within;

@@ -1,5 +1,5 @@
-//! Flows that are still open in the last fifth of a drain, or in the second half of `leave_timeout`, are ended gradually.
-//! If all of them ended at once, all clients would reconnect at once.
+//! Flows that are still open in the last fifth of a drain, or in the second half of `leave_timeout`, are ended
+//! gradually. If all of them ended at once, all clients would reconnect at once.
 
 use crate::passthrough::peer::ProbedServer;
 use crate::passthrough::rebalance::{FIRST, set_endpoints, upstream};

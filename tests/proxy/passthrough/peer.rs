@@ -31,8 +31,8 @@ pub fn pass_through_by_name(mut config: Config) -> Config {
     config
 }
 
-/// The first bytes of a client of the test: a `ClientHello` with [`NAME`] after `padding` bytes, and little else, so that
-/// it is shorter than those of the prober (RFC 8446 section 4.1.2, RFC 6066 section 3, RFC 7685).
+/// The first bytes of a client of the test: a `ClientHello` with [`NAME`] after `padding` bytes, and little else, so
+/// that it is shorter than those of the prober (RFC 8446 section 4.1.2, RFC 6066 section 3, RFC 7685).
 pub fn client_hello(padding: usize) -> Vec<u8> {
     let sized = |bytes: &[u8]| [&u16::try_from(bytes.len()).unwrap().to_be_bytes(), bytes].concat();
     let name = sized(&[&[0], &*sized(NAME.as_bytes())].concat());

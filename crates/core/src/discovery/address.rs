@@ -236,7 +236,8 @@ pub fn split_host_port<'a>(
     }
 }
 
-/// Parses an IP address, which may have a zone. An IPv4-mapped IPv6 address (RFC 4291 section 2.5.5.2) becomes the IPv4 address.
+/// Parses an IP address, which may have a zone. An IPv4-mapped IPv6 address (RFC 4291 section 2.5.5.2) becomes the IPv4
+/// address.
 pub fn parse_ip(host: &str) -> Option<IpAddr> {
     split_zone(host).0.parse::<IpAddr>().ok().map(|ip| ip.to_canonical())
 }

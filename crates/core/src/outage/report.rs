@@ -10,8 +10,7 @@ use std::time::{Duration, Instant};
 /// How long no endpoint is usable before this is an outage, and one is usable before the outage is over. With
 /// four checks a second, an outage of a second is reported.
 const OUTAGE_AFTER: Duration = Duration::from_millis(750);
-/// How long before it is known that no endpoint is usable the first requests of an outage may fail: when every process is
-/// stopped, 0.7 s.
+/// Requests may fail for this long before an outage is recognised: 0.7 s if every process is stopped.
 pub const FAILS_BEFORE: Duration = Duration::from_millis(1_500);
 
 /// Whether an upstream can serve requests.

@@ -7,8 +7,8 @@ use crate::request::info::{RequestInfo, RequestKind, Verb, first_value, parse_bo
 use crate::watch::codec::version::as_u64;
 use crate::watch::request::{rewrite, with_query};
 
-/// The versions of one resource that one client has seen; 0 for a part that it has not seen. Watch caches reach the parts
-/// differently:
+/// The versions of one resource that one client has seen; 0 for a part that it has not seen. Watch caches reach the
+/// parts differently:
 ///
 /// | part | from | a watch cache reaches it |
 /// |---|---|---|
@@ -64,8 +64,8 @@ pub enum ListOrigin {
 
 impl ListOrigin {
     /// The origin at a server of this version. `from_etcd`: the answers of the upstream have shown that
-    /// ([`super::list_source`]). `is_progress_recent`: the client has lately seen a list or a bookmark of a higher version,
-    /// which the caches of ready endpoints may not have reached.
+    /// ([`super::list_source`]). `is_progress_recent`: the client has lately seen a list or a bookmark of a higher
+    /// version, which the caches of ready endpoints may not have reached.
     pub fn of(
         server: Option<MinorVersion>,
         from_etcd: bool,
@@ -188,17 +188,17 @@ impl ReadForm {
         )
     }
 
-    /// The version that a watch cache must have reached to answer the request; 0 for any. The bookmarks of a watch say nothing
-    /// about objects that its selector excludes, so they count for lists and watches only.
+    /// The version that a watch cache must have reached to answer the request; 0 for any. The bookmarks of a watch say
+    /// nothing about objects that its selector excludes, so they count for lists and watches only.
     pub fn needed(self, floor: FloorVersions) -> u64 {
         if self == Self::AnyGet { floor.objects.max(floor.lists) } else { floor.highest() }
     }
 
     /// What is asked of an endpoint that may not have reached these versions of the floor.
     ///
-    /// A cache reaches the version of an object by an event, but that of a list or a bookmark perhaps only later. A GET reads
-    /// one key of etcd then. A list that read the most recent state from etcd would raise the floor, and so the next one would
-    /// have to do the same.
+    /// A cache reaches the version of an object by an event, but that of a list or a bookmark perhaps only later. A GET
+    /// reads one key of etcd then. A list that read the most recent state from etcd would raise the floor, and so the
+    /// next one would have to do the same.
     pub fn asked(self, floor: FloorVersions, lists: ListOrigin) -> Asked {
         let needed = self.needed(floor);
         match (self, lists) {
@@ -211,8 +211,8 @@ impl ReadForm {
         }
     }
 
-    /// The head that asks a server of this version for this; `None` if the request needs no change. `resource`: group and
-    /// resource.
+    /// The head that asks a server of this version for this; `None` if the request needs no change. `resource`: group
+    /// and resource.
     pub fn head(
         self,
         head: &Request<()>,
@@ -226,8 +226,8 @@ impl ReadForm {
         Some(changed)
     }
 
-    /// The query with the floor; `None` if the form takes none. Without `keeps_limit` a list loses its limit, which would make
-    /// the server read it from etcd.
+    /// The query with the floor; `None` if the form takes none. Without `keeps_limit` a list loses its limit, which
+    /// would make the server read it from etcd.
     fn query(self, query: &str, asked: Asked, keeps_limit: bool) -> Option<String> {
         let version = asked.version().to_string();
         let version = Some(version.as_str());
@@ -259,13 +259,14 @@ impl ReadForm {
     }
 }
 
-/// The first version that answers most-recent lists from its cache by default (`ConsistentListFromCache`), and lists not
-/// older than a version also if they have a limit (apiserver, `storage/cacher/cacher.go`, `shouldDelegateList`).
+/// The first version that answers most-recent lists from its cache by default (`ConsistentListFromCache`), and lists
+/// not older than a version also if they have a limit (apiserver, `storage/cacher/cacher.go`, `shouldDelegateList`).
 pub const LISTS_FROM_CACHE: Option<MinorVersion> = MinorVersion::new(1, 31);
 
-/// Whether a list with a floor keeps its limit at a server of this version. Older ones answer `resourceVersion=0` from the cache
-/// whatever the limit is, and read a list with a limit and a version from etcd. Events have no watch cache (kube-apiserver,
-/// `pkg/registry/core/rest`, `DefaultWatchCacheSizes`): without the limit, etcd would send all of them at once.
+/// Whether a list with a floor keeps its limit at a server of this version. Older ones answer `resourceVersion=0` from
+/// the cache whatever the limit is, and read a list with a limit and a version from etcd. Events have no watch cache
+/// (kube-apiserver, `pkg/registry/core/rest`, `DefaultWatchCacheSizes`): without the limit, etcd would send all of them
+/// at once.
 fn keeps_limit(server: Option<MinorVersion>, resource: &str) -> bool {
     matches!(resource, "events" | "events.k8s.io/events") || server >= LISTS_FROM_CACHE
 }
@@ -331,6 +332,20 @@ mod tests {
             (Method::POST, "/api/v1/namespaces/a/pods?dryRun=All", None),
         ] {
             assert_eq!(form(&method, target), expected, "{method} {target}");
+        }
+    }
+
+    #[test]
+    fn lists_come_from_the_cache_of_newer_servers_until_answers_show_another_origin() {
+        let old = MinorVersion::new(1, 30);
+        for (server, from_etcd, is_recent, expected) in [
+            (None, false, true, ListOrigin::Etcd),
+            (old, false, true, ListOrigin::Etcd),
+            (LISTS_FROM_CACHE, false, true, ListOrigin::Cache),
+            (LISTS_FROM_CACHE, true, true, ListOrigin::EtcdLately),
+            (LISTS_FROM_CACHE, true, false, ListOrigin::Etcd),
+        ] {
+            assert_eq!(ListOrigin::of(server, from_etcd, || is_recent), expected, "{server:?}");
         }
     }
 

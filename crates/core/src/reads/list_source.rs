@@ -1,14 +1,15 @@
 //! Whether the apiservers of an upstream read most-recent lists from etcd, as their answers have shown.
 //!
-//! Since Kubernetes 1.31 the cache answers them, unless the feature gate `ConsistentListFromCache` is off (until 1.33) or
-//! etcd is older than 3.5.13 (apiserver, `storage/cacher/delegator/interface.go`, `ConsistentReadSupported`). Then the cache
-//! has not reached the version of such a list, and the next list of any version shows that. A fallback to etcd, after the
-//! cache was not fresh for 3 s, shows the same, so the finding holds for a pause only, which doubles with each new finding.
-//! Meanwhile, each list from a cache that is older than a most-recent one of the same endpoint before confirms it.
+//! Since Kubernetes 1.31 the cache answers them, unless the feature gate `ConsistentListFromCache` is off (until 1.33)
+//! or etcd is older than 3.5.13 (apiserver, `storage/cacher/delegator/interface.go`, `ConsistentReadSupported`). Then
+//! the cache has not reached the version of such a list, and the next list of any version shows that. A fallback to
+//! etcd, after the cache was not fresh for 3 s, shows the same, so the finding holds for a pause only, which doubles
+//! with each new finding. Meanwhile, each list from a cache that is older than a most-recent one of the same endpoint
+//! before confirms it.
 //!
-//! It holds for all apiservers, because they share etcd and their gates. If each had to show it, the first list at one that
-//! has not shown it would be a most-recent list, whose version counts at the others, too: none of them would be asked for its
-//! cache as long as the client lists every few seconds.
+//! It holds for all apiservers, because they share etcd and their gates. If each had to show it, the first list at one
+//! that has not shown it would be a most-recent list, whose version counts at the others, too: none of them would be
+//! asked for its cache as long as the client lists every few seconds.
 
 use std::time::{Duration, Instant};
 

@@ -21,34 +21,35 @@
 //! | LIST with `continue`, or `resourceVersionMatch=Exact` | the same | the state at that version, however old |
 //! | any request without a credential, any resource without numeric versions | the same | nothing |
 //!
-//! Why these forms: kube-apiserver answers `resourceVersion=0` from its cache, whatever its age, and `NotOlderThan` from
-//! its cache as soon as that is new enough (Kubernetes documentation, *API concepts*, *resource versions*). It waits 3 s
-//! and answers 504 `Too large resource version` then (apiserver, `storage/cacher/watch_cache.go`, `blockTimeout`). A
-//! server before 1.31 would read a list with a limit and a version above 0 from etcd instead (`cacher.go`,
-//! `shouldDelegateList`); later ones answer it from the cache, in pages. Events have no watch cache and are always read in
-//! pages from etcd, so a list of them keeps its limit.
+//! Why these forms: kube-apiserver answers `resourceVersion=0` from its cache, whatever its age, and `NotOlderThan`
+//! from its cache as soon as that is new enough (Kubernetes documentation, *API concepts*, *resource versions*). It
+//! waits 3 s and answers 504 `Too large resource version` then (apiserver, `storage/cacher/watch_cache.go`,
+//! `blockTimeout`). A server before 1.31 would read a list with a limit and a version above 0 from etcd instead
+//! (`cacher.go`, `shouldDelegateList`); later ones answer it from the cache, in pages. Events have no watch cache and
+//! are always read in pages from etcd, so a list of them keeps its limit.
 //!
 //! A cache reaches the version of an object by an event. That of a list or a bookmark may be one that no event of the
 //! resource has; then a cache reaches it only when etcd reports its progress, perhaps never, so nothing waits for it. A
 //! most-recent read needs no such version. From Kubernetes 1.31 and etcd 3.5.13 on, a most-recent list comes from the
-//! cache, which asks etcd for its progress (`ConsistentListFromCache`); that of a GET reads one key of etcd. To an older
-//! server, or one of unknown version, a list goes with the floor of objects, and the version of a list that it read from
-//! etcd is not remembered. A newer one may read a list from etcd as well, with an older etcd, without the feature gate, or
-//! as a fallback. So the version of a most-recent list counts for the next list only. If that was older, the apiservers
-//! of the upstream read lists from etcd ([`list_source`]): the versions of lists and bookmarks then count
-//! for a few seconds only, until the caches of all ready endpoints have the events of that time. Otherwise each list of a
-//! client that has seen a most-recent one would be a most-recent one, which etcd would answer. In these seconds a list is of
-//! exactly the floor: a most-recent one would raise the floor, so the next list would need the same, and the seconds would
-//! not end while the client lists every few seconds.
+//! cache, which asks etcd for its progress (`ConsistentListFromCache`); that of a GET reads one key of etcd. To an
+//! older server, or one of unknown version, a list goes with the floor of objects, and the version of a list that it
+//! read from etcd is not remembered. A newer one may read a list from etcd as well, with an older etcd, without the
+//! feature gate, or as a fallback. So the version of a most-recent list counts for the next list only. If that was
+//! older, the apiservers of the upstream read lists from etcd ([`list_source`]): the versions of lists and bookmarks
+//! then count for a few seconds only, until the caches of all ready endpoints have the events of that time. Otherwise
+//! each list of a client that has seen a most-recent one would be a most-recent one, which etcd would answer. In these
+//! seconds a list is of exactly the floor: a most-recent one would raise the floor, so the next list would need the
+//! same, and the seconds would not end while the client lists every few seconds.
 //!
-//! A 504 of that kind, or a list that is older than the floor, is asked of the other ready endpoints. If none has reached
-//! the floor, an etcd was restored from a backup, or the only endpoint that had reached it is gone: the floor is lowered
-//! to the highest version that an endpoint has, and the original request is sent. A group of an aggregated
+//! A 504 of that kind, or a list that is older than the floor, is asked of the other ready endpoints. If none has
+//! reached the floor, an etcd was restored from a backup, or the only endpoint that had reached it is gone: the floor
+//! is lowered to the highest version that an endpoint has, and the original request is sent. A group of an aggregated
 //! apiserver or of custom resources has no floors after that, and its watches are not resumed: the replicas of such a
 //! server may have stores of their own.
 //!
-//! A list is compared with the floor as soon as its version has arrived. If its head has been forwarded by then, because the
-//! body began late or its version follows the items, an older list is reset before its end, and the client lists again.
+//! A list is compared with the floor as soon as its version has arrived. If its head has been forwarded by then,
+//! because the body began late or its version follows the items, an older list is reset before its end, and the client
+//! lists again.
 //!
 //! | module | purpose |
 //! |---|---|

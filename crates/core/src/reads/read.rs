@@ -16,8 +16,8 @@ pub struct EndpointCache {
     pub server: Option<MinorVersion>,
     /// The highest version that its watch cache has shown; 0 if it has shown none.
     pub reached: u64,
-    /// The highest version of its most-recent lists; 0 if there was none. Its cache has reached it unless the server read the
-    /// list from etcd.
+    /// The highest version of its most-recent lists; 0 if there was none. Its cache has reached it unless the server
+    /// read the list from etcd.
     pub list: u64,
     /// Where its most-recent lists come from.
     pub lists: ListOrigin,
@@ -37,7 +37,8 @@ pub struct ConsistentRead {
     asked_elsewhere: bool,
     /// The highest version that an endpoint reported which had not reached the floor.
     highest_reached: u64,
-    /// What was asked of endpoints that may not have reached the floor; of several, what says least about a cache.
+    /// What was asked of endpoints that may not have reached the floor. After several, the form that shows least of a
+    /// cache.
     asked: Asked,
     /// The last endpoint whose cache was asked.
     cache_read: Option<CacheRead>,
@@ -116,8 +117,8 @@ impl ConsistentRead {
         self.form.takes_any_version() && self.form.needed(self.floor) > 0
     }
 
-    /// What is asked of an endpoint; `None` if it gets the request unchanged, because it is known to have reached the floor,
-    /// or its list is compared with that.
+    /// What is asked of an endpoint; `None` if it gets the request unchanged, because it is known to have reached the
+    /// floor, or its list is compared with that.
     pub fn ask(&mut self, cache: &EndpointCache) -> Option<Asked> {
         let needed = self.needed()?;
         if cache.reached >= needed {
@@ -136,8 +137,8 @@ impl ConsistentRead {
         Some(asked)
     }
 
-    /// Whether the version of the answer is compared with the floor before it is forwarded, and another answer can be asked
-    /// for.
+    /// Whether the version of the answer is compared with the floor before it is forwarded, and another answer can be
+    /// asked for.
     fn is_compared(&self) -> bool {
         self.form == ReadForm::AnyList && !self.asked_elsewhere && self.is_built_in
     }
@@ -147,8 +148,8 @@ impl ConsistentRead {
         status == StatusCode::OK && self.form.is_list() && self.needed().is_some()
     }
 
-    /// Whether a list of this version from `endpoint` shows that the servers read most-recent lists from etcd: its cache is
-    /// older than its most-recent list before.
+    /// Whether a list of this version from `endpoint` shows that the servers read most-recent lists from etcd: its
+    /// cache is older than its most-recent list before.
     pub fn shows_lists_from_etcd(&self, version: u64, endpoint: EndpointKey) -> bool {
         self.cache_read.is_some_and(|read| read.endpoint == endpoint && version < read.list)
     }
@@ -162,8 +163,8 @@ impl ConsistentRead {
         is_older
     }
 
-    /// The oldest version that a list with this status may have which was not compared before its head is forwarded; `None`
-    /// if it needs no comparison.
+    /// The oldest version that a list with this status may have which was not compared before its head is forwarded;
+    /// `None` if it needs no comparison.
     pub fn oldest(&self, status: StatusCode, cache: impl FnOnce() -> EndpointCache) -> Option<u64> {
         let compares = self.compares(status) && self.compared.is_none();
         compares.then(|| self.form.asked(self.floor, cache().lists).version())
@@ -174,8 +175,8 @@ impl ConsistentRead {
         self.compared
     }
 
-    /// Decides how the request continues after an endpoint that has reached only `version`. `other_ready`: there is a ready
-    /// endpoint that was not asked, and another attempt is left after the next.
+    /// Decides how the request continues after an endpoint that has reached only `version`. `other_ready`: there is a
+    /// ready endpoint that was not asked, and another attempt is left after the next.
     ///
     /// | sent | condition | it continues |
     /// |---|---|---|
@@ -204,8 +205,8 @@ impl ConsistentRead {
         self.highest_reached
     }
 
-    /// What the version of a successful response of such a server shows of its cache; `None` if the response has no version
-    /// that counts for the client.
+    /// What the version of a successful response of such a server shows of its cache; `None` if the response has no
+    /// version that counts for the client.
     pub fn shows(&self, server: Option<MinorVersion>) -> Option<Shows> {
         let most_recent = self.form == ReadForm::MostRecentList;
         // Such a list may be from etcd, and its version one that a cache reaches only later.
@@ -272,8 +273,8 @@ mod tests {
 
     #[test]
     fn request_continues_after_an_endpoint_without_its_version_by_the_table() {
-        // The form, the version of the most-recent list of each endpoint, and for each that is asked whether another one is
-        // ready, and how the request continues.
+        // The form, the version of the most-recent list of each endpoint, and for each that is asked whether another
+        // one is ready, and how the request continues.
         for (form, list, steps) in [
             (AnyList, 15, &[(false, AskAgain), (true, AskOther), (false, SendOriginal)][..]),
             (AnyList, 15, &[(true, AskAgain), (false, SendOriginal), (true, Respond)]),
@@ -332,7 +333,7 @@ mod tests {
     }
 
     #[test]
-    fn answer_shows_what_was_asked() {
+    fn shows_follows_form_server_and_what_was_asked() {
         for (form, server, asked, expected) in [
             (AnyList, LISTS_FROM_CACHE, None, Some(Shows::Cache)),
             (AnyList, LISTS_FROM_CACHE, Some(ListOrigin::Cache), Some(Shows::MostRecentList)),

@@ -1,7 +1,7 @@
-//! The state machine of the attempts at one request: the first attempt, hedges, retries, and the hold of a new watch. It
-//! does no I/O and reads no clock. [`Attempts::step`] takes an [`AttemptInput`], the [`Facts`], the time and a random
-//! number generator, and returns the [`AttemptEffect`] that the shell executes. Some facts take a token from a budget
-//! or record a rejection. Connections are opaque.
+//! The state machine of the attempts at one request: the first attempt, hedges, retries, and the hold of a new watch.
+//! It does no I/O and reads no clock. [`Attempts::step`] takes an [`AttemptInput`], the [`Facts`], the time and a
+//! random number generator, and returns the [`AttemptEffect`] that the shell executes. Some facts take a token from a
+//! budget or record a rejection. Connections are opaque.
 //!
 //! A request begins with [`AttemptEffect::Acquire`]. A *round* has a first attempt and its hedges. If all of them fail,
 //! the failure of the first one decides on the next round ([`retry::decide`], at most [`ATTEMPTS`] rounds).
@@ -167,7 +167,8 @@ struct Heartbeat {
 
 impl<C> Attempts<C> {
     /// A request of this kind that has arrived at `requested_at`. The shell acquires a stream for it
-    /// ([`AttemptEffect::Acquire`]). `timeout`: the `timeoutSeconds` of a watch. `read`: what it must not be older than.
+    /// ([`AttemptEffect::Acquire`]). `timeout`: the `timeoutSeconds` of a watch. `read`: what it must not be older
+    /// than.
     pub fn new(
         kind: RequestKind,
         is_heartbeat: bool,

@@ -275,8 +275,8 @@ impl RequestInfo {
             || !self.is_resource && self.path().starts_with("/debug/pprof/")
     }
 
-    /// Whether it is a watch over WebSocket (fabric8's client and the Java client ask for that): a tunnel, whose frames are
-    /// not followed.
+    /// Whether it is a watch over WebSocket (fabric8's client and the Java client ask for that): a tunnel, whose frames
+    /// are not followed.
     pub fn is_tunnelled_watch(&self) -> bool {
         self.upgrade && self.verb == Verb::Watch
     }

@@ -1,9 +1,9 @@
 //! The path below which a server has the API of a cluster, such as `/k8s/clusters/c-1` of Rancher.
 //!
 //! Clients send it before each path, from the `server` of their kubeconfig: `rest.NewRequest` and `Request.AbsPath` in
-//! client-go join it with `path.Join`, which resolves `.`, `..` and repeated slashes, and `URL.String` encodes the result
-//! (`shouldEscape` with `encodePath` in Go's net/url). A prefix is therefore compared decoded, and jackstay's own requests
-//! encode it as Go does.
+//! client-go join it with `path.Join`, which resolves `.`, `..` and repeated slashes, and `URL.String` encodes the
+//! result (`shouldEscape` with `encodePath` in Go's net/url). A prefix is therefore compared decoded, and jackstay's
+//! own requests encode it as Go does.
 
 use std::borrow::Cow;
 use std::fmt::{self, Write as _};

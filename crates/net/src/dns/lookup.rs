@@ -198,7 +198,8 @@ impl NameServers {
     }
 
     /// The answer of the first name server that has one. A denial (NXDOMAIN, NODATA) is an answer; after SERVFAIL,
-    /// REFUSED or silence the next server is asked (glibc `resolv/res_send.c`, Go `net/dnsclient_unix.go`, `tryOneName`).
+    /// REFUSED or silence the next server is asked (glibc `resolv/res_send.c`, Go `net/dnsclient_unix.go`,
+    /// `tryOneName`).
     async fn ask_one_after_another(
         &self,
         name: &Name,

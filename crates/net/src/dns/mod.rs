@@ -1,5 +1,5 @@
-//! Looks names up in `/etc/hosts`, and then at the name servers of `/etc/resolv.conf`, as the resolvers of the C library
-//! and of Go do.
+//! Looks names up in `/etc/hosts`, and then at the name servers of `/etc/resolv.conf`, as the resolvers of the C
+//! library and of Go do.
 //!
 //! The table in `config/README.md`, which `tests/proxy/discovery/names.rs` checks, compares what the three find. The
 //! settings:
@@ -17,7 +17,8 @@
 //! While a name server fails, the search may end at a later name than usual, which belongs to another host. So
 //! [`Found::doubt`] says that a name before it may have addresses, and [`Found::name`] which one was found.
 //!
-//! Sources: glibc `resolv/res_query.c`, `resolv/res_send.c`, `resolv/nss_dns/dns-host.c`; Go `net/dnsclient_unix.go`, `net/dnsconfig_unix.go`.
+//! Sources: glibc `resolv/res_query.c`, `resolv/res_send.c`, `resolv/nss_dns/dns-host.c`; Go `net/dnsclient_unix.go`,
+//! `net/dnsconfig_unix.go`.
 
 mod lookup;
 mod lookup_error;

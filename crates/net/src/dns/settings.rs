@@ -1,4 +1,5 @@
-//! The settings of lookups: the hosts file and resolv.conf(5). They are read for each lookup, so that no setting is stale.
+//! The settings of lookups: the hosts file and resolv.conf(5). They are read for each lookup, so that no setting is
+//! stale.
 
 use std::error::Error;
 use std::net::{IpAddr, SocketAddr};
@@ -22,8 +23,8 @@ use super::lookup_error::LookupError;
 const ATTEMPT_MAX: Duration = Duration::from_secs(2);
 /// Shortest time for one attempt, even if `options timeout:` is shorter. glibc raises 0 to 1 s as well.
 const ATTEMPT_MIN: Duration = Duration::from_secs(1);
-/// Bounds of the number of rounds over all name servers: one packet may be lost, and servers that refuse at once must not
-/// be asked without end. glibc has the same maximum (`RES_MAXRETRY`).
+/// Bounds of the number of rounds over all name servers: one packet may be lost, and servers that refuse at once must
+/// not be asked without end. glibc has the same maximum (`RES_MAXRETRY`).
 const ATTEMPTS: RangeInclusive<usize> = 2..=5;
 /// Number of name servers that are asked; the others are ignored, as by glibc (`MAXNS`) and by Go.
 const MAX_SERVERS: usize = 3;
@@ -49,7 +50,8 @@ impl Default for ResolverFiles {
 }
 
 impl ResolverFiles {
-    /// The addresses of `host` in the hosts file, of IPv4 and of IPv6; `None` if it has none, or the file does not exist.
+    /// The addresses of `host` in the hosts file, of IPv4 and of IPv6; `None` if it has none, or the file does not
+    /// exist.
     pub fn in_hosts_file(&self, host: &str) -> Option<(Vec<IpAddr>, Vec<IpAddr>)> {
         in_hosts_file(&files::read(&self.hosts, MAX_FILE).ok()?, host)
     }
@@ -101,8 +103,8 @@ pub struct ResolverSettings {
 }
 
 impl ResolverSettings {
-    /// Reads the text of resolv.conf; lines and options that are unknown or wrong are skipped, as by glibc. `None` if it
-    /// names no name server.
+    /// Reads the text of resolv.conf; lines and options that are unknown or wrong are skipped, as by glibc. `None` if
+    /// it names no name server.
     pub fn parse(text: &[u8], port: u16) -> Option<Self> {
         let (parsed, _) = resolv_conf::Config::parse_with_errors(text);
         let server = |ip: IpAddr| {

@@ -1,7 +1,8 @@
-//! The time that a peer has for one header block, the memory that it holds meanwhile, and what its fields hold afterwards.
+//! The time that a peer has for one header block, the memory that it holds meanwhile, and what its fields hold
+//! afterwards.
 //!
-//! h2 decodes each piece as it arrives, and a byte may refer to a field in the [table](HeaderTable) of its decoder. So an open
-//! block may hold [`BYTE_COST`] for each of its bytes, and at most as much as the largest head.
+//! h2 decodes each piece as it arrives, and a byte may refer to a field in the [table](HeaderTable) of its decoder. So
+//! an open block may hold [`BYTE_COST`] for each of its bytes, and at most as much as the largest head.
 
 use std::pin::Pin;
 use std::task::Context;
@@ -16,8 +17,8 @@ use tokio::time::{Sleep, sleep};
 /// Charges so many bytes of this kind; `None` if they do not fit.
 pub type ChargeHeaders = Box<dyn Fn(MemoryKind, usize) -> Option<MemoryCharge>>;
 
-/// What one byte of a block may hold: a field of 32 bytes and more in the list of RFC 9113, 6.5.2, and its entry in a map of
-/// headers that has room for as many more.
+/// What one byte of a block may hold: a field of 32 bytes and more in the list of RFC 9113, 6.5.2, and its entry in a
+/// map of headers that has room for as many more.
 const BYTE_COST: usize = 256;
 /// What the table of a connection keeps is charged in multiples of these bytes.
 const TABLE_STEP: usize = 16 << 10;
@@ -61,7 +62,8 @@ impl HeaderBlock {
         Self { limit, ends: None, deadline: None, memory: None }
     }
 
-    /// Charges blocks whose end is not in their first frame, of which each may hold `largest` bytes at most, and the table.
+    /// Charges blocks whose end is not in their first frame, of which each may hold `largest` bytes at most, and the
+    /// table.
     pub(super) fn set_charge(&mut self, largest: usize, charge: ChargeHeaders) {
         let (open, table, steps) = (None, HeaderTable::default(), Vec::new());
         self.memory = Some(BlockMemory { charge, largest, bytes: 0, open, table, steps });

@@ -186,8 +186,8 @@ impl CertInfo {
     }
 
     /// Whether a valid client certificate should have been renewed already: kubelet renews with at least a tenth of the
-    /// lifetime left (`jitteryDuration` in client-go's `certificate_manager.go`), kubeadm earlier. The serving certificate
-    /// of a local CA is replaced with three weeks left (`jackstay_operator::kubeconfig::setup::renewal`).
+    /// lifetime left (`jitteryDuration` in client-go's `certificate_manager.go`), kubeadm earlier. The serving
+    /// certificate of a local CA is replaced with three weeks left (`jackstay_operator::kubeconfig::setup::renewal`).
     pub fn is_renewal_overdue(&self, now: SystemTime) -> bool {
         let span = |from: SystemTime, to: SystemTime| to.duration_since(from).unwrap_or_default();
         span(now, self.not_after) < span(self.not_before, self.not_after) / 10
@@ -345,7 +345,8 @@ fn bmp_text(data: &[u8]) -> Result<String, X509Error> {
     if rest.is_empty() { chars.collect() } else { Err(X509Error::NameText) }
 }
 
-/// Why no version of Go reads a part of a name (`parseName`). Some read T61, BMP and Universal strings that others do not.
+/// Why no version of Go reads a part of a name (`parseName`). Some read T61, BMP and Universal strings that others do
+/// not.
 pub(super) fn name_defect(name: &X509Name<'_>) -> Option<X509Error> {
     name.iter_attributes().find_map(|attribute| match text(attribute.attr_value()) {
         Err(X509Error::NameText)

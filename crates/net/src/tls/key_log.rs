@@ -1,5 +1,5 @@
-//! Secrets of TLS sessions for packet captures (cargo feature `keylog`). A build without the feature has no code that writes
-//! them.
+//! Secrets of TLS sessions for packet captures (cargo feature `keylog`). A build without the feature has no code that
+//! writes them.
 
 use std::sync::Arc;
 

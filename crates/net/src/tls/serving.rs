@@ -3,8 +3,8 @@
 //!
 //! The handshake proves only that the client has the key of its certificate. The certificate itself is
 //! verified for each request, as in kube-apiserver, so that a client with an expired one gets a 401 with the
-//! reason; so does one of X.509 version 1, which webpki does not read. Only a chain above the limits of [`client_chain`] fails the handshake, with the alert
-//! `certificate_unknown`.
+//! reason; so does one of X.509 version 1, which webpki does not read. Only a chain above the limits of
+//! [`client_chain`] fails the handshake, with the alert `certificate_unknown`.
 
 use std::path::PathBuf;
 use std::sync::Arc;

@@ -2,8 +2,8 @@
 //!
 //! rustls stores the certificate chain of the client in a session, also one that no CA has signed, because chains are
 //! verified after the handshake ([`super::serving`]). With 256 sessions of chains of up to 32 KiB
-//! ([`super::client_chain`]) a client without credentials would keep 8 MiB that no account has. Sessions with long chains
-//! are therefore not stored: such a client makes a full handshake each time.
+//! ([`super::client_chain`]) a client without credentials would keep 8 MiB that no account has. Sessions with long
+//! chains are therefore not stored: such a client makes a full handshake each time.
 
 use std::sync::Arc;
 

@@ -2,8 +2,9 @@
 //! jackstay for it; or restores the original kubeconfig (`--revert`); or renews the local CA (`--renew`).
 //!
 //! The command makes and checks every file under a temporary name before the first file changes
-//! (`output`). It writes the kubeconfig last, so that the kubeconfig never points at a missing configuration. It connects to the apiservers to read the
-//! names in their certificates (`apiservers`); without a connection it prints its assumptions.
+//! (`output`). It writes the kubeconfig last, so that the kubeconfig never points at a missing configuration. It
+//! connects to the apiservers to read the names in their certificates (`apiservers`); without a connection it prints
+//! its assumptions.
 
 // `jackstay install` uses a part, and needs the feature `doctor`.
 #![cfg_attr(not(feature = "doctor"), allow(dead_code, unused_imports))]
@@ -303,8 +304,8 @@ fn setup_request(
     })
 }
 
-/// The directory of saved endpoints in the configuration that is written again: the sandbox of a running jackstay is for
-/// that one.
+/// The directory of saved endpoints in the configuration that is written again: the sandbox of a running jackstay is
+/// for that one.
 fn existing_state_dir(config: &Path) -> Option<PathBuf> {
     config::load(config, [], &Overrides::default()).ok()?.config.state_dir
 }

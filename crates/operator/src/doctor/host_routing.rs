@@ -1,4 +1,5 @@
-//! Recognizes a server that selects the back end by the host of a request: an ingress, a gateway, the endpoint of a cloud.
+//! Recognizes a server that selects the back end by the host of a request: an ingress, a gateway, the endpoint of a
+//! cloud.
 //!
 //! Such a server answers 404 or 421 (RFC 9110, section 15.5.20) to another host. In mode terminate jackstay sends
 //! `upstreams[].authority`; in mode passthrough the clients write the host, which is the address of jackstay.

@@ -1,9 +1,9 @@
 //! Checks the image of the static pod of jackstay: whether it is on this node, and whether kubelet's garbage collection
 //! keeps it.
 //!
-//! kubelet deletes unused images from `imageGCHighThresholdPercent` (85 % by default) on, and only the container runtime can
-//! exempt one (CRI: `Image.pinned`; kubelet `image_gc_manager.go`, from 1.29 and the patch releases of 1.25 to 1.28 with
-//! kubernetes#119986). With `imagePullPolicy: Never` a deleted image is gone: the next pod does not start.
+//! kubelet deletes unused images from `imageGCHighThresholdPercent` (85 % by default) on, and only the container
+//! runtime can exempt one (CRI: `Image.pinned`; kubelet `image_gc_manager.go`, from 1.29 and the patch releases of 1.25
+//! to 1.28 with kubernetes#119986). With `imagePullPolicy: Never` a deleted image is gone: the next pod does not start.
 //!
 //! * containerd 1.6.25, 1.7.10, 2.0 and later: the label `io.cri-containerd.pinned=pinned` of the image. Earlier ones
 //!   ignore it (containerd#9381, #9382).

@@ -221,7 +221,8 @@ impl Survey {
     }
 }
 
-/// Surveys one apiserver. From that of the kubeconfig it also requests the addresses of the cluster's apiservers. A step that does not end within [`LIMIT`] leaves the result that stands for it.
+/// Surveys one apiserver. From that of the kubeconfig it also requests the addresses of the cluster's apiservers. A
+/// step that does not end within [`LIMIT`] leaves the result that stands for it.
 async fn survey_endpoint(
     target: &Target,
     is_own: bool,

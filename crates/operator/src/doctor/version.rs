@@ -20,7 +20,8 @@ pub(super) enum VersionResponseError {
     Response(StatusCode),
 }
 
-/// Requests `/version` over an open connection. Every user may read it by default (`system:public-info-viewer`). Returns the version if the response names one.
+/// Requests `/version` over an open connection. Every user may read it by default (`system:public-info-viewer`).
+/// Returns the version if the response names one.
 ///
 /// # Errors
 /// Why the peer does not respond as an apiserver does.

@@ -18,8 +18,8 @@ enum Reason {
     Nodeadm,
 }
 
-/// What is to be said of a kubelet. `None` if it uses jackstay, if nothing says that it should, or if its kubeconfig cannot
-/// be read.
+/// What is to be said of a kubelet. `None` if it uses jackstay, if nothing says that it should, or if its kubeconfig
+/// cannot be read.
 pub fn note(kubelet: &Kubelet) -> Option<String> {
     let path = &kubelet.kubeconfig;
     let journal = Store::new(DIRECTORY).read().ok().flatten();

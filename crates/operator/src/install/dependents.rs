@@ -9,7 +9,8 @@ use jackstay_kubeconfig::model::Cluster;
 use jackstay_kubeconfig::{KubeconfigFile, MAX_KUBECONFIG, ServerUrl, recorded_configuration};
 use jackstay_sys::files;
 
-/// The directory of the kubeconfigs of kubeadm: `kubelet.conf`, `controller-manager.conf`, `scheduler.conf`, `admin.conf`.
+/// The directory of the kubeconfigs of kubeadm: `kubelet.conf`, `controller-manager.conf`, `scheduler.conf`,
+/// `admin.conf`.
 const KUBEADM: &str = "etc/kubernetes";
 /// The extension of these.
 const KUBEADM_EXTENSION: &str = "conf";
@@ -88,8 +89,8 @@ pub fn find(root: &Path, jackstay: Jackstay<'_>) -> Vec<Dependent> {
     found
 }
 
-/// Whether the URL leads to a listener at this address of this host, by the loopback interface. Another address leads to
-/// the load balancer again when the node gives it up.
+/// Whether the URL leads to a listener at this address of this host, by the loopback interface. Another address leads
+/// to the load balancer again when the node gives it up.
 fn names(url: &ServerUrl, listener: SocketAddr) -> bool {
     let is_here = |ip: IpAddr| match listener.ip() {
         own if own.is_unspecified() => own.is_ipv4() == ip.is_ipv4() && ip.is_loopback(),

@@ -1,5 +1,5 @@
-//! What a host permits an installation: where a program can stay, what `SELinux` says of it, and whether kubelet's kubeconfig
-//! stays as it is written.
+//! What a host permits an installation: where a program can stay, what `SELinux` says of it, and whether kubelet's
+//! kubeconfig stays as it is written.
 
 use std::fmt;
 use std::fs;
@@ -15,8 +15,9 @@ use super::service::PROGRAM;
 const DIRECTORIES: [&str; 2] = ["/usr/local/bin", "/opt/bin"];
 /// 1 if `SELinux` refuses what its policy does not permit, 0 if it only logs; absent without `SELinux`.
 const ENFORCE: &str = "/sys/fs/selinux/enforce";
-/// The types of files that people write (homes, `/tmp`, media), and of files without a rule: systemd may not execute them
-/// (`refpolicy`: no domain transition of `init_t`; the unit fails with 203/EXEC). A file that is moved keeps its type.
+/// The types of files that people write (homes, `/tmp`, media), and of files without a rule: systemd may not execute
+/// them (`refpolicy`: no domain transition of `init_t`; the unit fails with 203/EXEC). A file that is moved keeps its
+/// type.
 const NOT_EXECUTABLE: [&str; 8] = [
     "user_home_t",
     "admin_home_t",
@@ -139,8 +140,8 @@ fn check_context(is_enforcing: bool, program: &Path, context: &str) -> Result<()
     Ok(())
 }
 
-/// Gives a written file and its directory the `SELinux` context that the policy of the host has for them: a new directory
-/// has that of the directory above it. Does nothing without `SELinux`; a failure shows when the file is used.
+/// Gives a written file and its directory the `SELinux` context that the policy of the host has for them: a new
+/// directory has that of the directory above it. Does nothing without `SELinux`; a failure shows when the file is used.
 pub fn restore_context(path: &Path) {
     if !Path::new(ENFORCE).exists() {
         return;

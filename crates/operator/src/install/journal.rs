@@ -66,7 +66,8 @@ pub struct FileRecord {
     /// The content before the change; `None` if the file did not exist.
     pub original: Option<Original>,
     /// Whether the file is kept if its content is no longer the new one: configuration, units and program, which an
-    /// operator edits or replaces. Certificates are renewed, and the static pod must end, so these are removed in any case.
+    /// operator edits or replaces. Certificates are renewed, and the static pod must end, so these are removed in any
+    /// case.
     pub keep_if_changed: bool,
 }
 

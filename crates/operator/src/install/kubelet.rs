@@ -88,8 +88,8 @@ fn list(pids: &[u32]) -> String {
 
 /// Finds the kubelet in `/proc` (or in a copy of it, for tests).
 ///
-/// Programs in other PID or user namespaces and in cgroups of containers are not this node's: nodes of kind, and virtual
-/// clusters (k3k, vcluster) or a Rancher server whose k3s runs in a pod.
+/// Programs in other PID or user namespaces and in cgroups of containers are not this node's: nodes of kind, and
+/// virtual clusters (k3k, vcluster) or a Rancher server whose k3s runs in a pod.
 ///
 /// # Errors
 /// There is none, or it cannot be managed.
@@ -157,8 +157,8 @@ fn is_part_of(kubelet: &Process, program: &Process, processes: &BTreeMap<u32, Pr
     service.is_some() && service == unit::service_in_cgroup(program)
 }
 
-/// `--cert-dir` of a kubelet of this machine that uses `kubeconfig`. `None` if none runs. A process of another user than root
-/// or the owner of the kubeconfig is none: anyone can start a program with this name.
+/// `--cert-dir` of a kubelet of this machine that uses `kubeconfig`. `None` if none runs. A process of another user
+/// than root or the owner of the kubeconfig is none: anyone can start a program with this name.
 pub fn certificate_directory(proc: &Path, kubeconfig: &Path) -> Option<PathBuf> {
     let file = |path: &Path| fs::canonicalize(path).ok();
     let owner = |path: &Path| fs::metadata(path).ok().map(|metadata| metadata.uid());

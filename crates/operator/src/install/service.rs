@@ -195,8 +195,8 @@ pub fn recovery_unit(program: &Path, kubelet_unit: &str) -> OutputFile {
     }
 }
 
-/// The unit that waits until the installing process ends. It has no order relative to kubelet: a restart of kubelet would
-/// wait for it.
+/// The unit that waits until the installing process ends. It has no order relative to kubelet: a restart of kubelet
+/// would wait for it.
 pub fn guard_unit(program: &Path) -> OutputFile {
     let program = program.display();
     let text = format!(

@@ -70,7 +70,8 @@ pub struct StepInput<'a> {
 /// The steps in their order. Before the first, the journal is written.
 pub fn steps<'a>(input: &StepInput<'a>) -> Vec<Step<'a>> {
     let mut steps: Vec<Step<'a>> = Vec::new();
-    // Recovery unit and guard come first. Until the guard runs, only these files are new, and the next run removes them.
+    // Recovery unit and guard come first. Until the guard runs, only these files are new, and the next run removes
+    // them.
     steps.extend(input.program.map(Step::Write));
     steps.push(Step::Write(input.recovery));
     steps.push(Step::Write(input.guard));

@@ -84,8 +84,8 @@ pub fn put_back(store: &Store, file: &FileRecord) -> Result<Restored, JournalErr
     Ok(Restored::AsBefore)
 }
 
-/// Writes a file with the permissions and the owner that it had. A file with this content is not written, so that an undo
-/// on a full disk needs space only for what has changed.
+/// Writes a file with the permissions and the owner that it had. A file with this content is not written, so that an
+/// undo on a full disk needs space only for what has changed.
 ///
 /// # Errors
 /// What the file system returns.

@@ -1,7 +1,7 @@
 //! Undoes an installation, complete or interrupted.
 //!
-//! The order keeps a working kubeconfig at every moment: kubelet gets the old kubeconfig and is restarted while jackstay
-//! still serves. Each step can be repeated, so that the next process continues what was interrupted.
+//! The order keeps a working kubeconfig at every moment: kubelet gets the old kubeconfig and is restarted while
+//! jackstay still serves. Each step can be repeated, so that the next process continues what was interrupted.
 
 use std::fs;
 use std::io;
@@ -23,7 +23,8 @@ use crate::kubeconfig::rewrite::revert;
 use crate::kubeconfig::setup::renewal::kept_files;
 use crate::systemd::{CommandError, ServiceManager, property};
 
-/// Limit for the end of a static pod: `terminationGracePeriodSeconds` of the manifest, and what kubelet needs to notice.
+/// Limit for the end of a static pod: `terminationGracePeriodSeconds` of the manifest, and what kubelet needs to
+/// notice.
 const END_LIMIT: Duration = Duration::from_secs(45);
 /// Interval of the checks.
 const POLL: Duration = Duration::from_millis(200);
@@ -50,8 +51,8 @@ pub enum UndoError {
     Command(#[from] CommandError),
 }
 
-/// Undoes the change in the journal and removes the journal. A complete installation is marked as incomplete first, so that
-/// an interruption is continued.
+/// Undoes the change in the journal and removes the journal. A complete installation is marked as incomplete first, so
+/// that an interruption is continued.
 ///
 /// # Errors
 /// The first step that failed.
@@ -110,8 +111,8 @@ pub fn undo(
     Ok(undone)
 }
 
-/// Waits until the static pod has ended: kubelet stops it when its manifest is gone, and until then it writes its state.
-/// While the kubelet does not run, the pod stays.
+/// Waits until the static pod has ended: kubelet stops it when its manifest is gone, and until then it writes its
+/// state. While the kubelet does not run, the pod stays.
 fn await_end(journal: &Journal, limit: Duration) {
     let end = clock::now() + limit;
     while TcpStream::connect_timeout(&journal.admin, POLL).is_ok() && clock::now() < end {

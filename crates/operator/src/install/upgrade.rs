@@ -6,9 +6,9 @@
 //!        └───────────────────────────────> the files of before, and the program of before runs
 //! ```
 //!
-//! A unit is upgraded without a gap: the running process starts the new program, which takes over its sockets. A static pod is
-//! stopped and started by kubelet. The program that runs is compared by its content (`/proc/PID/exe`), because a version
-//! or the path of a unit do not prove what a process executes.
+//! A unit is upgraded without a gap: the running process starts the new program, which takes over its sockets. A static
+//! pod is stopped and started by kubelet. The program that runs is compared by its content (`/proc/PID/exe`), because a
+//! version or the path of a unit do not prove what a process executes.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -259,8 +259,8 @@ fn poll(
     Ok(())
 }
 
-/// Completes an upgrade whose process has ended: if the new program runs, it is complete; otherwise it is undone. At boot,
-/// before jackstay, it is undone.
+/// Completes an upgrade whose process has ended: if the new program runs, it is complete; otherwise it is undone. At
+/// boot, before jackstay, it is undone.
 ///
 /// # Errors
 /// A file cannot be restored. The next run repeats it.

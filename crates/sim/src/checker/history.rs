@@ -36,9 +36,9 @@ impl Change {
 pub struct History {
     /// The changes, in the order of their versions.
     pub changes: Vec<Change>,
-    /// The tokens of the write requests that a handler has carried out, deletions included, if the store counts them (by
-    /// `Audit-ID`). They show what `changes` cannot: an update that is carried out twice in a row changes the object
-    /// once, and a deletion leaves no token.
+    /// The tokens of the write requests that a handler has carried out, deletions included, if the store counts them
+    /// (by `Audit-ID`). They show what `changes` cannot: an update that is carried out twice in a row changes the
+    /// object once, and a deletion leaves no token.
     pub carried_out: Vec<u64>,
     /// The restores from a backup, in their order. Versions are compared within an *epoch*, which a restore ends.
     pub restores: Vec<Restore>,

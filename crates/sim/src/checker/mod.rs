@@ -13,8 +13,8 @@
 //! Each restore of the store begins an *epoch*. What was seen before it is no floor of later reads.
 //!
 //! A read that starts while another one runs may be older: the order of their ends says nothing. A watch from a version
-//! on delivers old events as Kubernetes documents it, so events are no reads that could go back; but what they have shown
-//! counts for the reads that begin later.
+//! on delivers old events as Kubernetes documents it, so events are no reads that could go back; but what they have
+//! shown counts for the reads that begin later.
 
 mod events;
 mod floors;

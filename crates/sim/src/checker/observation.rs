@@ -27,8 +27,9 @@ pub struct Moment {
 pub struct ClientId {
     /// Its number.
     pub number: u16,
-    /// Clients of one group may not see a version older than one that any of them has seen: they have one credential and
-    /// reach the apiservers through one jackstay. `None` promises nothing: a load balancer spreads their connections.
+    /// Clients of one group may not see a version older than one that any of them has seen: they have one credential
+    /// and reach the apiservers through one jackstay. `None` promises nothing: a load balancer spreads their
+    /// connections.
     pub group: Option<u32>,
 }
 

@@ -22,8 +22,8 @@ const HEDGE_BURST: u64 = 128;
 const REQUESTS_PER_HEDGE: u64 = 10;
 /// Hedges of a request that are under way at once.
 const HEDGES_OF_A_REQUEST: u64 = 2;
-/// Connects to an apiserver that may fail in a row whatever the pauses between them are: those that were in progress when
-/// the first one failed, and those after the first, short pauses.
+/// Connects to an apiserver that may fail in a row whatever the pauses between them are: those that were in progress
+/// when the first one failed, and those after the first, short pauses.
 const FAILED_CONNECTS: u32 = 12;
 /// The shortest pause between two more of them: half of the longest pause while no endpoint is usable.
 const CONNECT_PAUSE: Duration = Duration::from_millis(400);

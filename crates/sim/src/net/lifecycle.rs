@@ -62,8 +62,8 @@ impl Network {
         self.packet(s, id, Side::Client, 40, NetEvent::Established { id });
     }
 
-    /// An end has received the last packet of the handshake that it waits for: it knows the round-trip time, if no packet
-    /// was repeated, and starts the keepalive timer, if it has one.
+    /// An end has received the last packet of the handshake that it waits for: it knows the round-trip time, if no
+    /// packet was repeated, and starts the keepalive timer, if it has one.
     pub(super) fn complete_handshake(&mut self, s: &mut Clock, id: ConnectionId, side: Side) {
         let end = self.connections[id].end(side);
         if let Some(at) = end.socket.handshake_at {

@@ -42,8 +42,8 @@ pub(crate) struct Network {
 }
 
 impl Network {
-    /// A network of this number of hosts, of which the first ones are servers. Clients on a host reach their own host and
-    /// the servers.
+    /// A network of this number of hosts, of which the first ones are servers. Clients on a host reach their own host
+    /// and the servers.
     pub fn new(hosts: usize, servers: usize) -> Self {
         let links = vec![Link::local_network(); hosts * servers];
         Self {

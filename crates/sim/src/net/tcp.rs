@@ -1,6 +1,7 @@
 //! The state of a TCP connection: two ends, each with what it sends and receives.
 //!
-//! Bytes are cut to segments of at most [`MAX_SEGMENT`], which are lost as a whole. The network keeps the order of packets. Each end knows at once what it could learn from SACK.
+//! Bytes are cut to segments of at most [`MAX_SEGMENT`], which are lost as a whole. The network keeps the order of
+//! packets. Each end knows at once what it could learn from SACK.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -13,8 +14,8 @@ use bytes::BytesMut;
 
 /// Bytes that a sender has in flight at most, in place of congestion control.
 pub(super) const MAX_IN_FLIGHT: u32 = 256 * 1024;
-/// Bytes of a socket that are one segment at most. Segmentation offload sends up to 64 KiB in one piece; a quarter of it
-/// keeps the effect of a lost packet small, and a bulk transfer is not thousands of events.
+/// Bytes of a socket that are one segment at most. Segmentation offload sends up to 64 KiB in one piece; a quarter of
+/// it keeps the effect of a lost packet small, and a bulk transfer is not thousands of events.
 pub(super) const MAX_SEGMENT: u32 = 16 * 1024;
 /// Bytes of a socket that are unsent or unacknowledged at most (`net.ipv4.tcp_wmem` lets them grow to 4 MiB).
 pub(super) const SEND_BUFFER: u32 = 256 * 1024;
@@ -318,8 +319,8 @@ impl End {
         self.socket.stalled_since = None;
     }
 
-    /// Whether the kernel takes bytes from the process. `again`: after it has taken none, so that a task is not woken for
-    /// every acknowledgement (Linux, `sk_stream_is_writeable`).
+    /// Whether the kernel takes bytes from the process. `again`: after it has taken none, so that a task is not woken
+    /// for every acknowledgement (Linux, `sk_stream_is_writeable`).
     pub(super) fn is_writable(&self, again: bool) -> bool {
         let queued = self.queued_bytes();
         let limit = if again { SEND_BUFFER - SEND_BUFFER / 3 } else { SEND_BUFFER - 1 };

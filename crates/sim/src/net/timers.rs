@@ -26,8 +26,8 @@ impl End {
         if self.may_probe_tail() { timeout.min(now + self.probe_timeout()) } else { timeout }
     }
 
-    /// Whether the timer is that of a tail loss probe. One is sent before the first retransmission timeout, unless a segment
-    /// is known to be lost.
+    /// Whether the timer is that of a tail loss probe. One is sent before the first retransmission timeout, unless a
+    /// segment is known to be lost.
     pub(super) fn may_probe_tail(&self) -> bool {
         let is_intact = self.in_flight.front().is_some_and(|first| !first.repeated);
         is_intact && self.retransmits == 0 && !self.socket.tail_probe_sent

@@ -1,8 +1,8 @@
 //! A connection as Go's HTTP/2 client has it: TCP, TLS, windows, PINGs, and what GOAWAY and `RST_STREAM` mean.
 //!
 //! The figures are those of client-go: a dial takes at most 30 s and a TLS handshake 10 s (`net/http`,
-//! `DefaultTransport`; client-go, `transport/cache.go`); a PING follows 30 s without a frame, and its PONG may take 15 s
-//! (apimachinery, `util/net/http.go`); windows of 4 MiB and 1 GiB (`x/net/http2`, `transport.go`).
+//! `DefaultTransport`; client-go, `transport/cache.go`); a PING follows 30 s without a frame, and its PONG may take 15
+//! s (apimachinery, `util/net/http.go`); windows of 4 MiB and 1 GiB (`x/net/http2`, `transport.go`).
 
 use std::cell::{Cell, RefCell};
 use std::future::poll_fn;

@@ -12,6 +12,7 @@ use super::connection::Failure;
 pub(super) struct GzipBody(MultiGzDecoder<Vec<u8>>);
 
 impl GzipBody {
+    /// A body of which nothing has arrived.
     pub fn new() -> Self {
         Self(MultiGzDecoder::new(Vec::new()))
     }

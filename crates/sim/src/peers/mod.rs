@@ -1,7 +1,7 @@
 //! Clients that speak HTTP/2 over TLS on the sockets of a simulated network, and behave as client-go.
 //!
-//! Each client is a future for a `LocalSet`: it runs until its [`Stop`], records what it sees with its [`Observer`], and
-//! then counts what is still open. [`crate::checker`] compares the record with the history of the store.
+//! Each client is a future for a `LocalSet`: it runs until its [`Stop`], records what it sees with its [`Observer`],
+//! and then counts what is still open. [`crate::checker`] compares the record with the history of the store.
 //!
 //! * `connection`, [`transport`]: Go's HTTP/2 client, and requests above it.
 //! * [`objects`]: what the clients read and write.

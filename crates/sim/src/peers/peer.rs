@@ -83,8 +83,8 @@ impl Peer {
         ended
     }
 
-    /// Whether a request is refused by 401 exactly if the apiservers do not accept its token. `was_revoked`: whether that was
-    /// so when it was made; it may have changed since.
+    /// Whether a request is refused by 401 exactly if the apiservers do not accept its token. `was_revoked`: whether
+    /// that was so when it was made; it may have changed since.
     pub(super) fn check_credential(&self, request: u64, status: u16, was_revoked: bool) {
         let is_revoked = self.client.is_revoked();
         if status == 401 {

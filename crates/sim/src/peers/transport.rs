@@ -350,8 +350,8 @@ impl Client {
         head.body(()).expect("the path and the headers are valid")
     }
 
-    /// A stream of a connection; of a new one if there is none. As Go's client, it dials once for each request that finds
-    /// no connection.
+    /// A stream of a connection; of a new one if there is none. As Go's client, it dials once for each request that
+    /// finds no connection.
     async fn stream(&self) -> Result<StreamPermit, Failure> {
         loop {
             if let Some(stream) = self.free_stream() {

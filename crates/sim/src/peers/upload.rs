@@ -1,8 +1,8 @@
 //! Writes large objects, and abandons some of its uploads before their end.
 //!
-//! A large object does not fit into the window of a stream, neither on its way to the apiserver nor as an event on its way
-//! to the informers. The body of an abandoned upload begins with a complete document, after which only white space is
-//! missing: a server that takes it for a complete body carries the write out.
+//! A large object does not fit into the window of a stream, neither on its way to the apiserver nor as an event on its
+//! way to the informers. The body of an abandoned upload begins with a complete document, after which only white space
+//! is missing: a server that takes it for a complete body carries the write out.
 
 use std::iter::repeat_with;
 use std::time::Duration;

@@ -8,8 +8,8 @@ use crate::faults::FaultKind;
 use crate::invariants::Promises;
 use crate::scenario::{Role, Scenario};
 
-/// With a cache that lags by at most 2 s. A most-recent list waits until the cache has caught up, for at most 3 s (apiserver,
-/// `cacher/watch_cache.go`, `blockTimeout`).
+/// With a cache that lags by at most 2 s. A most-recent list waits until the cache has caught up, for at most 3 s
+/// (apiserver, `cacher/watch_cache.go`, `blockTimeout`).
 const LAGS: Promises = Promises {
     slowest_read: Duration::from_millis(3_100),
     silence: Duration::from_millis(3_100),
@@ -56,7 +56,8 @@ pub(super) const SCENARIOS: &[Scenario] = &[
             sim.fault(0, FaultKind::RevokeTokens).at(at).until(at + 2 * SECOND)
         },
         time: Duration::from_secs(12),
-        // An apiserver that refuses a token ends the connection that it came on by GOAWAY, and with it the watches there.
+        // An apiserver that refuses a token ends the connection that it came on by GOAWAY, and with it the watches
+        // there.
         promises: Promises { silence: Duration::from_secs(4), relists: 4, ..READS },
     },
     Scenario {
@@ -100,7 +101,8 @@ pub(super) const SCENARIOS: &[Scenario] = &[
         time: Duration::from_secs(22),
         promises: Promises {
             failed_reads: u64::MAX,
-            // Until the restore is recognised, an apiserver waits for a lost version for 3 s, and then another one is asked.
+            // Until the restore is recognised, an apiserver waits for a lost version for 3 s, and then another one is
+            // asked.
             slowest_read: Duration::from_secs(7),
             failed_writes: u64::MAX,
             silence: Duration::from_secs(12),

@@ -1,5 +1,5 @@
-//! A degraded apiserver: its connections work, but requests or health checks fail, or its watches stand still. If another
-//! endpoint is ready, the watches move there before clients give them up.
+//! A degraded apiserver: its connections work, but requests or health checks fail, or its watches stand still. If
+//! another endpoint is ready, the watches move there before clients give them up.
 
 use std::cell::Cell;
 use std::rc::Rc;
@@ -114,8 +114,8 @@ impl<'a> Watching<'a> {
     }
 }
 
-/// `/readyz` fails: watches without events move, and no new request is sent there. When it fails everywhere, all endpoints
-/// are used.
+/// `/readyz` fails: watches without events move, and no new request is sent there. When it fails everywhere, all
+/// endpoints are used.
 pub async fn unready(testbed: Rc<Testbed>) {
     let watching = Watching::start(&testbed, probed_each_second).await;
     let degraded = testbed.with_most_watches();
@@ -150,8 +150,8 @@ pub async fn unready(testbed: Rc<Testbed>) {
     watching.expect_all_events().await;
 }
 
-/// The connections to the ready endpoints end by GOAWAY, again and again: requests wait for the next ones, and none is sent
-/// to the degraded endpoint, whose connections stay.
+/// The connections to the ready endpoints end by GOAWAY, again and again: requests wait for the next ones, and none is
+/// sent to the degraded endpoint, whose connections stay.
 pub async fn goaway(testbed: Rc<Testbed>) {
     let proxy = testbed.start_connected(probed_each_second).await;
     let client = testbed.client(&proxy);
@@ -229,8 +229,8 @@ pub async fn unreadable(testbed: Rc<Testbed>) {
     watching.expect_all_events().await;
 }
 
-/// Selectors may hide events from the watches of an endpoint, so that it shows no new version. It stays ready if its cache
-/// has reached them.
+/// Selectors may hide events from the watches of an endpoint, so that it shows no new version. It stays ready if its
+/// cache has reached them.
 pub async fn quiet(testbed: Rc<Testbed>) {
     let watching = Watching::start(&testbed, probed_each_second).await;
     watching.write(5).await;

@@ -1,4 +1,5 @@
-//! Followed logs on a lost path: they cannot be resumed at their position, so they wait for it, and everything else leaves.
+//! Followed logs on a lost path: they cannot be resumed at their position, so they wait for it, and everything else
+//! leaves.
 
 use std::rc::Rc;
 use std::time::Duration;

@@ -82,8 +82,8 @@ pub async fn silent_flows(testbed: Rc<Testbed>) {
     testbed.end(0, FaultKind::Blackhole);
 }
 
-/// The only connection does not respond, and is not yet closed. New writes get 503: if one were sent, its outcome would be
-/// unknown when the connection ends. By turns the path is lost, and the process is stopped.
+/// The only connection does not respond, and is not yet closed. New writes get 503: if one were sent, its outcome would
+/// be unknown when the connection ends. By turns the path is lost, and the process is stopped.
 pub async fn silent_write(testbed: Rc<Testbed>) {
     let proxy = testbed.start_connected(|config| {
         config.upstreams[0].health.dead_after = Duration::from_millis(4_500);

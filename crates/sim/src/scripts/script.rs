@@ -1,5 +1,5 @@
-//! Runs a script: clients that make certain requests, faults at certain moments of them, and assertions on answers, times
-//! and states. The seed decides the latency of the network, which apiserver has a fault, and when.
+//! Runs a script: clients that make certain requests, faults at certain moments of them, and assertions on answers,
+//! times and states. The seed decides the latency of the network, which apiserver has a fault, and when.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;

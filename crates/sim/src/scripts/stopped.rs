@@ -1,5 +1,5 @@
-//! Apiservers that are stopped, as by SIGSTOP: the kernel acknowledges packets and completes TCP handshakes, and the process
-//! sends nothing.
+//! Apiservers that are stopped, as by SIGSTOP: the kernel acknowledges packets and completes TCP handshakes, and the
+//! process sends nothing.
 
 use std::cell::Cell;
 use std::rc::Rc;
@@ -83,8 +83,8 @@ async fn expect_errors(testbed: &Testbed, client: &Client) {
     }
 }
 
-/// The kernel of a process that is stopped for 3 s buffers a part of a large body, and then closes its window. The write
-/// succeeds when the process continues.
+/// The kernel of a process that is stopped for 3 s buffers a part of a large body, and then closes its window. The
+/// write succeeds when the process continues.
 pub async fn large_write(testbed: Rc<Testbed>) {
     let proxy = testbed.start_connected(|_| {}).await;
     let client = testbed.client(&proxy);
@@ -109,8 +109,8 @@ pub async fn write(testbed: Rc<Testbed>) {
     expect_502(&testbed, &proxy, message).await;
 }
 
-/// An upgrade has a connection of its own, on which jackstay sends no PINGs and the kernel acknowledges all data. Only the
-/// other connections show that the process is stopped.
+/// An upgrade has a connection of its own, on which jackstay sends no PINGs and the kernel acknowledges all data. Only
+/// the other connections show that the process is stopped.
 pub async fn upgrade(testbed: Rc<Testbed>) {
     let proxy = testbed.start_connected(|_| {}).await;
     let line = "POST /api/v1/namespaces/default/pods/o1/exec?command=sh";

@@ -1,9 +1,9 @@
 //! Random numbers and the time from the run in place of the kernel.
 //!
-//! The standard library and tokio draw the keys of hash maps and the order of the branches of `select!` from the kernel,
-//! and h2 measures how long it remembers streams. All of them ask the C library, two of whose functions this module
-//! takes the place of. So a seed decides the order, different seeds try different orders, and no measured time is that of
-//! the machine. Cryptography makes its own system call and is not seeded; what it makes has a fixed length.
+//! The standard library and tokio draw the keys of hash maps and the order of the branches of `select!` from the
+//! kernel, and h2 measures how long it remembers streams. All of them ask the C library, two of whose functions this
+//! module takes the place of. So a seed decides the order, different seeds try different orders, and no measured time
+//! is that of the machine. Cryptography makes its own system call and is not seeded; what it makes has a fixed length.
 //!
 //! tokio also counts the runtimes of the process for its seed. A process therefore makes one run.
 
@@ -25,9 +25,9 @@ static NANOSECONDS: AtomicU64 = AtomicU64::new(0);
 /// Nanoseconds that each look at a clock takes.
 static LOOK: AtomicU64 = AtomicU64::new(0);
 
-/// Makes all random numbers that this process draws from now on a function of `seed`. Its clocks show `time` since their
-/// epoch, and go on by a millisecond with each look at them until [`stop_clocks`]. Called by the only thread, before it
-/// draws the first number.
+/// Makes all random numbers that this process draws from now on a function of `seed`. Its clocks show `time` since
+/// their epoch, and go on by a millisecond with each look at them until [`stop_clocks`]. Called by the only thread,
+/// before it draws the first number.
 pub fn begin_run(seed: u64, time: Duration) {
     RANDOM.store(mixed(seed) | 1, Ordering::Relaxed);
     fastrand::seed(seed);
@@ -75,8 +75,8 @@ unsafe extern "C" fn getrandom(buffer: *mut u8, length: usize, flags: u32) -> is
     length.cast_signed()
 }
 
-/// `clock_gettime(2)` for the clocks of the standard library, which are those of the wall and of the time since the start of
-/// the machine. Before a run all clocks are the kernel's.
+/// `clock_gettime(2)` for the clocks of the standard library, which are those of the wall and of the time since the
+/// start of the machine. Before a run all clocks are the kernel's.
 ///
 /// # Safety
 /// `time` is valid for a write.

@@ -1,5 +1,5 @@
-//! The program as it ships on virtual time: its L7 data plane and its probers, the small apiservers and real HTTP/2 clients run
-//! unchanged on the sockets of a simulated network, in one thread, as a function of a seed.
+//! The program as it ships on virtual time: its L7 data plane and its probers, the small apiservers and real HTTP/2
+//! clients run unchanged on the sockets of a simulated network, in one thread, as a function of a seed.
 //!
 //! * [`kernel`]: random numbers and clocks of the process.
 //! * [`runtime`]: tokio's clock, which goes on with the network.

@@ -34,8 +34,8 @@ pub struct FleetRun {
     pub run: ShellRun,
 }
 
-/// Runs a scenario for this time, then ends the clients and looks for what is left over. A process makes one run. `traces`:
-/// it keeps a log.
+/// Runs a scenario for this time, then ends the clients and looks for what is left over. A process makes one run.
+/// `traces`: it keeps a log.
 ///
 /// # Errors
 /// A process of the run cannot be started.

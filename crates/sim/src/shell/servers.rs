@@ -143,7 +143,8 @@ impl Apiserver {
         (self.is_running, self.is_dead) = (false, true);
     }
 
-    /// Starts a killed server again. Its watch cache has no history (apiserver, `storage/cacher/watch_cache.go`, `Replace`).
+    /// Starts a killed server again. Its watch cache has no history (apiserver, `storage/cacher/watch_cache.go`,
+    /// `Replace`).
     fn restart(&mut self) -> io::Result<()> {
         self.server.compact();
         self.network.set_process(self.number, ProcessState::Running);

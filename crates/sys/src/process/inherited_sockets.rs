@@ -23,7 +23,8 @@ const MAX_LISTEN_FDS: RawFd = 1024;
 /// another one that its author chose (`FileDescriptorName=`).
 const STORED_PREFIX: &str = "jackstay-listener-";
 
-/// The name of the sockets on this address in the service manager, which permits no colon (`fdname_is_valid` of systemd).
+/// The name of the sockets on this address in the service manager, which permits no colon (`fdname_is_valid` of
+/// systemd).
 pub fn stored_name(address: SocketAddr) -> String {
     format!("{STORED_PREFIX}{address}").replace(':', "_")
 }
@@ -198,8 +199,8 @@ fn is_transparent(socket: &TcpListener, address: SocketAddr) -> bool {
 }
 
 /// Takes the descriptors that the service manager has passed to this process (`LISTEN_FDS`,
-/// `LISTEN_PID`, `LISTEN_FDNAMES`). Addresses identify sockets; the name only tells whether an earlier process has stored
-/// one. Only the first call returns descriptors.
+/// `LISTEN_PID`, `LISTEN_FDNAMES`). Addresses identify sockets; the name only tells whether an earlier process has
+/// stored one. Only the first call returns descriptors.
 ///
 /// Must be called before the process opens a descriptor itself: the environment gives only numbers, and one
 /// of them could otherwise name that descriptor. The crate sd-notify returns the numbers too, but does not

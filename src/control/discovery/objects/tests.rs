@@ -80,7 +80,7 @@ fn apply_replayed_event_changes_nothing() {
 
 /// After a restore of etcd from a backup, versions are lower.
 #[test]
-fn list_is_applied_whatever_its_version() {
+fn store_applies_a_list_with_a_lower_version() {
     let mut store = store(vec![object("b", "7", slice(&["10.0.0.4"]))], "7");
     assert!(store.apply(object("a", "8", slice(&["10.0.0.5"])), false));
     assert_eq!(addresses(&store.endpoints()), ["10.0.0.5:6443", "10.0.0.4:6443"]);

@@ -72,8 +72,49 @@ impl ResponseChunks for EndlessBody {
 }
 
 #[tokio::test(start_paused = true)]
-async fn refusal_without_its_body_is_a_refusal() {
+async fn message_of_a_body_that_does_not_arrive_is_empty() {
     assert_eq!(message_of(EndlessBody).await, "");
+}
+
+/// After the answers to a watch: whether the objects must be listed again, or the version from which the watch
+/// continues.
+async fn follow(responses: Vec<(u16, String)>) -> Result<String, bool> {
+    let server = Answers { responses: RefCell::new(responses.into()), ..Answers::default() };
+    let mut version = "7".to_owned();
+    let resource = WatchedResource::SlicesV1;
+    let followed = follow_events(&&server, resource, &mut version, drop).await;
+    followed.map(|()| version).map_err(|error| error.needs_list)
+}
+
+#[tokio::test(start_paused = true)]
+async fn follow_events_needs_a_list_if_the_version_is_gone() {
+    let event = |kind: &str, object: Value| line(&json!({ "type": kind, "object": object }));
+    for (code, needs_list) in [(403, true), (404, true), (410, true), (401, false), (500, false)] {
+        let status = json!({ "kind": "Status", "code": code }).to_string();
+        assert_eq!(follow(vec![(code, status)]).await, Err(needs_list), "response {code}");
+    }
+    for (code, needs_list) in [(404, true), (410, true), (403, false), (500, false)] {
+        let error = event("ERROR", json!({ "code": code }));
+        assert_eq!(follow(vec![(200, error)]).await, Err(needs_list), "event {code}");
+    }
+    let unversioned = event("ADDED", json!({ "metadata": { "name": "a" } }));
+    assert_eq!(follow(vec![(200, unversioned)]).await, Err(true));
+    assert_eq!(follow(vec![(200, "garbage\n".to_owned())]).await, Err(false));
+    assert_eq!(follow(vec![]).await, Err(false));
+    let events = event("ADDED", slice("a", 8, "10.0.0.1")) + &event("DELETED", slice("a", 9, ""));
+    assert_eq!(follow(vec![(200, events)]).await, Ok("9".to_owned()));
+    assert_eq!(follow(vec![(200, String::new())]).await, Ok("7".to_owned()));
+}
+
+#[tokio::test(start_paused = true)]
+async fn list_of_all_pages_is_limited() {
+    let page = |next: &str| {
+        let metadata = json!({ "resourceVersion": "7", "continue": next });
+        (200, json!({ "metadata": metadata, "items": ["x".repeat(MAX_BYTES * 2 / 3)] }))
+    };
+    let server = answers([page("more"), page("")]);
+    let error = list(&&server, WatchedResource::SlicesV1).await.err().unwrap().to_string();
+    assert!(error.contains("a list of more than"), "{error}");
 }
 
 /// A server that answers from a list of responses, and records the requests.
@@ -101,7 +142,7 @@ fn answers<const N: usize>(responses: [(u16, Value); N]) -> Answers {
     Answers { responses: RefCell::new(responses), ..Answers::default() }
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn list_has_the_objects_of_all_pages_and_the_last_version() {
     let page = |name: &str, version: &str, next: &str| {
         let metadata = json!({ "resourceVersion": version, "continue": next });
@@ -115,7 +156,7 @@ async fn list_has_the_objects_of_all_pages_and_the_last_version() {
     assert!(targets[1].ends_with("&limit=500&continue=x%2Fy%3D"), "{targets:?}");
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn first_resource_that_may_be_listed_is_watched_and_others_are_named() {
     let refusal = |code: u16| (code, json!({ "kind": "Status", "message": format!("no {code}") }));
     let list = (200, json!({ "metadata": { "resourceVersion": "9" }, "items": null }));

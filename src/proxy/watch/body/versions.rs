@@ -46,8 +46,8 @@ impl StartFloor {
 }
 
 impl WatchVersions {
-    /// The records of a watch from the version `start`, or 0, whose first stream is at `endpoint`. `at_start`: the form of a
-    /// request that takes any version, and its floor.
+    /// The records of a watch from the version `start`, or 0, whose first stream is at `endpoint`. `at_start`: the form
+    /// of a request that takes any version, and its floor.
     pub fn new(
         endpoint: &Arc<Endpoint>,
         floor: Arc<Floor>,

@@ -4,8 +4,8 @@ use std::time::{Duration, Instant};
 
 use crate::pool::{ConnectionKey, EndpointKey};
 
-/// What [`super::Attempts::step`] asks the shell. Each method returns at once. Some take a token from a budget or record
-/// a rejection.
+/// What [`super::Attempts::step`] asks the shell. Each method returns at once. Some take a token from a budget or
+/// record a rejection.
 pub trait Facts<C> {
     /// The state of a connection that an attempt has used.
     fn connection(&self, connection: &C) -> ConnectionFacts;

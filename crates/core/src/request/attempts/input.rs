@@ -78,8 +78,8 @@ pub enum AttemptEffect {
     Retry,
     /// Send the request on the granted stream.
     Send { attempt: usize },
-    /// Take a stream for this attempt, a hedge, on another live connection than that of the attempt before. `exclude`: on
-    /// another endpoint, too. `probe`: the endpoint of the attempt before is probed.
+    /// Take a stream for this attempt, a hedge, on another live connection than that of the attempt before. `exclude`:
+    /// on another endpoint, too. `probe`: the endpoint of the attempt before is probed.
     Hedge { attempt: usize, exclude: bool, probe: bool },
     /// End this attempt, which then fails with this stage and reason.
     GiveUp { attempt: usize, stage: Stage, reason: Cow<'static, str> },
@@ -171,8 +171,8 @@ pub enum HedgeOutcome {
     OverBudget,
     /// There was no stream for the hedge. Its token goes back to the budget.
     NoConnection,
-    /// The hedge waited for a stream when the request got its response, was given up or was abandoned by its client. Its
-    /// token goes back to the budget.
+    /// The hedge waited for a stream when the request got its response, was given up or was abandoned by its client.
+    /// Its token goes back to the budget.
     Cancelled,
 }
 

@@ -90,8 +90,8 @@ impl State {
         *self = next(std::mem::replace(self, Self::Ended { error_event: None }));
     }
 
-    /// Decides on one frame that is received at `now`; `None` is an unreadable frame. `shown`: an event or a bookmark has
-    /// shown the cursor.
+    /// Decides on one frame that is received at `now`; `None` is an unreadable frame. `shown`: an event or a bookmark
+    /// has shown the cursor.
     pub fn on_frame(
         &mut self,
         frame: Option<Event<'_>>,
@@ -254,7 +254,8 @@ impl State {
         }
     }
 
-    /// Whether a clean end is correct after the stream was lost: no event is missing, or the client notices that some are.
+    /// Whether a clean end is correct after the stream was lost: no event is missing, or the client notices that some
+    /// are.
     pub fn may_end_cleanly(&self, request: &WatchRequest) -> bool {
         // Such a client waits for the bookmark that ends the initial events.
         let client_notices = request.send_initial_events && request.bookmarks;

@@ -2,8 +2,8 @@
 //!
 //! The rules are those of Go (`encoding/pem`, `Decode`). Go skips a block that it cannot read, and its callers cannot
 //! distinguish a skipped block from text. Here such a block is an entry of its own, with the reason. Forms that are not
-//! ambiguous are read although Go does not read them ([`Unusual`]): a missing line break between END and BEGIN, indented
-//! lines, a byte order mark, and line ends of one carriage return.
+//! ambiguous are read although Go does not read them ([`Unusual`]): a missing line break between END and BEGIN,
+//! indented lines, a byte order mark, and line ends of one carriage return.
 
 use std::fmt;
 
@@ -310,8 +310,8 @@ impl OpenBlock {
     }
 }
 
-/// The label of a line that was meant to begin a certificate or a private key: with fewer dashes, with other text before
-/// it, with typographic dashes or in lower case. A comment (`#`) is none.
+/// The label of a line that was meant to begin a certificate or a private key: with fewer dashes, with other text
+/// before it, with typographic dashes or in lower case. A comment (`#`) is none.
 fn damaged_marker(line: &[u8]) -> Option<&'static [u8]> {
     if line.starts_with(b"#") {
         return None;

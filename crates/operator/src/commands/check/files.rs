@@ -248,8 +248,8 @@ impl FileChecker<'_> {
         Some(loaded)
     }
 
-    /// Warns of a serving certificate with which its key logs in to the cluster, whose CA is that of the apiservers or of
-    /// their clients: kube-apiserver accepts it unless its extended key usages exclude `clientAuth`.
+    /// Warns of a serving certificate with which its key logs in to the cluster, whose CA is that of the apiservers or
+    /// of their clients: kube-apiserver accepts it unless its extended key usages exclude `clientAuth`.
     fn serving_as_client(&mut self, at: &str, terminate: &Terminate, upstreams: &[Upstream]) {
         let Ok(serving) = self.loaded.serving_certificate(&terminate.tls.paths) else { return };
         let Some((leaf, rest)) = serving.chain.split_first() else { return };
@@ -514,8 +514,8 @@ impl FileChecker<'_> {
         }
     }
 
-    /// Checks the validity of a certificate: expired and not valid yet are warnings, less than a tenth of the lifetime is
-    /// a note.
+    /// Checks the validity of a certificate: expired and not valid yet are warnings, less than a tenth of the lifetime
+    /// is a note.
     fn validity(&mut self, at: &str, path: &Path, info: &CertInfo) {
         if let Err(error) = info.check_time(path, self.now) {
             return self.warning(at, error);

@@ -1,4 +1,5 @@
-//! What `jackstay install` and `jackstay uninstall` print: lines while they work, and the result in the formats of `-o`.
+//! What `jackstay install` and `jackstay uninstall` print: lines while they work, and the result in the formats of
+//! `-o`.
 
 use jackstay_sys::files::PRIVATE;
 use serde::Serialize;

@@ -1,4 +1,5 @@
-//! `jackstay install` on a node that has jackstay: compares the version that runs with this one, and upgrades to this one.
+//! `jackstay install` on a node that has jackstay: compares the version that runs with this one, and upgrades to this
+//! one.
 
 use std::io;
 use std::path::{Path, PathBuf};

@@ -137,8 +137,8 @@ fn host_routing_note(address: &str, routing: &HostRouting) -> String {
     )
 }
 
-/// Fails, before a file is written, if the certificate of the apiserver of the kubeconfig is refused with the CA that the
-/// configuration names: jackstay would not connect to it.
+/// Fails, before a file is written, if the certificate of the apiserver of the kubeconfig is refused with the CA that
+/// the configuration names: jackstay would not connect to it.
 fn check_own(survey: &Survey, own: &str) -> Result<(), Failure> {
     let refused = survey.without_certificate.iter().find_map(|(address, why)| match why {
         NoNames::Refused(sentence) if address == own => Some(sentence),

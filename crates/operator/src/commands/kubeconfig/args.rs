@@ -85,7 +85,8 @@ pub struct KubeconfigArgs {
     /// Name of this machine in the serving certificate; default its host name (terminate).
     #[arg(long, value_name = "NAME")]
     pub(super) node_name: Option<String>,
-    /// The directory in which jackstay saves endpoints; default that of the existing configuration, else `state` beside it.
+    /// The directory in which jackstay saves endpoints; default that of the existing configuration, else `state` beside
+    /// it.
     #[arg(skip)]
     pub(super) state_dir: Option<PathBuf>,
     /// Whether jackstay will not see the kubeconfig, so that a certificate in it must be copied.

@@ -1,8 +1,8 @@
 //! How the running jackstay serves the user of `jackstay kubeconfig --local-ca`.
 //!
-//! A listener in mode `terminate` serves tokens, and the certificates of its identities. A user with another certificate
-//! must connect with a server name of a connection that the listener passes through (`passthrough_server_names`). The
-//! status of the process has both lists.
+//! A listener in mode `terminate` serves tokens, and the certificates of its identities. A user with another
+//! certificate must connect with a server name of a connection that the listener passes through
+//! (`passthrough_server_names`). The status of the process has both lists.
 //!
 //! | user | server name is configured | result |
 //! |---|---|---|

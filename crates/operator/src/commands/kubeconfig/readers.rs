@@ -78,8 +78,8 @@ pub(super) fn record_started(
     is_news
 }
 
-/// Restarts the readers that must be restarted by now, and announces the other restarts. Without an apiserver that can be
-/// reached through jackstay no reader is restarted.
+/// Restarts the readers that must be restarted by now, and announces the other restarts. Without an apiserver that can
+/// be reached through jackstay no reader is restarted.
 pub(super) fn restart(
     restarts: &[(String, Restart)],
     now: SystemTime,

@@ -1,5 +1,5 @@
-//! Text tables: columns as wide as their widest cell, unless the table would be wider than its [limit](Style::limit), and
-//! notes below a row.
+//! Text tables: columns as wide as their widest cell, unless the table would be wider than its [limit](Style::limit),
+//! and notes below a row.
 //!
 //! Each character counts as one column: names, addresses and reasons are ASCII. Control characters
 //! become spaces, because a reason may quote bytes that a peer has sent.

@@ -57,8 +57,8 @@ pub(super) fn all(proc: &Path) -> BTreeMap<u32, Process> {
     found
 }
 
-/// The arguments of a process, from `/proc/PID/cmdline`. A program that replaces its title, as k3s does to hide secrets,
-/// leaves one argument with spaces.
+/// The arguments of a process, from `/proc/PID/cmdline`. A program that replaces its title, as k3s does to hide
+/// secrets, leaves one argument with spaces.
 fn arguments(cmdline: &[u8]) -> Vec<String> {
     let words = cmdline.split(|byte| *byte == 0).filter(|word| !word.is_empty());
     let words: Vec<String> = words.map(|word| String::from_utf8_lossy(word).into_owned()).collect();
@@ -73,8 +73,8 @@ fn field<'a>(status: &'a str, name: &str) -> Option<&'a str> {
     status.lines().find_map(|line| line.strip_prefix(name)).map(str::trim)
 }
 
-/// Whether a process has an id in more namespaces than that of this `/proc` (proc(5), `NSpid`, Linux 4.1). Users without
-/// privileges can read it, too.
+/// Whether a process has an id in more namespaces than that of this `/proc` (proc(5), `NSpid`, Linux 4.1). Users
+/// without privileges can read it, too.
 fn in_nested_namespace(status: &str) -> bool {
     field(status, "NSpid:").is_some_and(|ids| ids.split_whitespace().count() > 1)
 }
@@ -88,7 +88,8 @@ fn in_container(cgroups: &str, own: &str) -> bool {
 }
 
 /// Whether a component of a cgroup's path is that of a container or pod: kubelet's cgroups with both drivers
-/// (`kubepods.slice`, `kubepods`, `kubelet-kubepods.slice` in kind), and those of Docker, Podman, containerd, CRI-O, LXC.
+/// (`kubepods.slice`, `kubepods`, `kubelet-kubepods.slice` in kind), and those of Docker, Podman, containerd, CRI-O,
+/// LXC.
 fn is_container(part: &str) -> bool {
     const PREFIXES: [&str; 6] =
         ["docker-", "libpod-", "crio-", "cri-containerd-", "nerdctl-", "lxc."];

@@ -27,8 +27,8 @@ fn parse_main_processes(output: &str) -> MainProcesses {
     units.collect()
 }
 
-/// The service whose main process is this one or starts it, else the one in its cgroup. kubelet leaves the cgroup of its
-/// service with `kubeletCgroups` or `--kubelet-cgroups`, for a slice or for another service.
+/// The service whose main process is this one or starts it, else the one in its cgroup. kubelet leaves the cgroup of
+/// its service with `kubeletCgroups` or `--kubelet-cgroups`, for a slice or for another service.
 pub(super) fn unit_of(
     process: &Process,
     processes: &BTreeMap<u32, Process>,

@@ -1,8 +1,8 @@
 //! Plans the identities of a listener in mode `terminate`: where jackstay reads the user's client certificate.
 //!
 //! A certificate ends, and something renews it: kubelet writes a new file, `kubeadm certs renew` writes into the
-//! kubeconfig. The identity names what is renewed. A copy is made only of a kubeconfig that jackstay cannot be expected to
-//! read later, with a warning that names its last day.
+//! kubeconfig. The identity names what is renewed. A copy is made only of a kubeconfig that jackstay cannot be expected
+//! to read later, with a warning that names its last day.
 
 use std::path::{Path, PathBuf};
 

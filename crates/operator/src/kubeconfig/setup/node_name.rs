@@ -1,7 +1,7 @@
 //! The name of this machine in the serving certificate of a listener and in the constraints of its CA.
 //!
-//! kubelet accepts DNS subdomains in lower case as node names (`k8s.io/apimachinery`, `IsDNS1123Subdomain`). Go refuses a
-//! CA with a DNS constraint that has an empty label, a final dot, or characters outside printable ASCII
+//! kubelet accepts DNS subdomains in lower case as node names (`k8s.io/apimachinery`, `IsDNS1123Subdomain`). Go refuses
+//! a CA with a DNS constraint that has an empty label, a final dot, or characters outside printable ASCII
 //! (`crypto/x509`, `domainToReverseLabels`), and with it kubectl refuses every server of this CA. So names are those of
 //! DNS, with underscores, which Go accepts in the names of servers (`crypto/x509`, `validHostname`).
 

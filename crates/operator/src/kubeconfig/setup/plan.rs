@@ -41,8 +41,8 @@ pub struct SetupRequest {
     pub ca_file: Option<PathBuf>,
     /// The CA that verifies client certificates; `None` means the cluster's CA.
     pub client_ca_file: Option<PathBuf>,
-    /// The kubeconfig that holds the user, if jackstay can read it for years (`client_certificate::can_be_followed`): an
-    /// identity follows it. `None` copies the certificate.
+    /// The kubeconfig that holds the user, if jackstay can read it for years (`client_certificate::can_be_followed`):
+    /// an identity follows it. `None` copies the certificate.
     pub user_file: Option<PathBuf>,
     /// A file with the rotated certificate of the user that kubelet is yet to write.
     pub awaited: Option<PathBuf>,

@@ -7,8 +7,9 @@
 //! ```
 //!
 //! A client that runs keeps the CAs that it has read, and connections that are open hide that it lacks one. So the next
-//! CA is published months before its certificate is served. [`stage`] decides; this module reads what there is and writes
-//! what was decided. Each file is replaced atomically, and the next run continues from the state after any of them.
+//! CA is published months before its certificate is served. [`stage`] decides; this module reads what there is and
+//! writes what was decided. Each file is replaced atomically, and the next run continues from the state after any of
+//! them.
 
 mod clients;
 mod pairs;
@@ -38,7 +39,8 @@ use super::serving::ServingFiles;
 
 /// A planned run.
 pub struct RenewalPlan {
-    /// The files of jackstay that clients need before another certificate is served, to be written first, in this order.
+    /// The files of jackstay that clients need before another certificate is served, to be written first, in this
+    /// order.
     pub publish: Vec<OutputFile>,
     /// The changed kubeconfigs, to be written next.
     pub kubeconfigs: Vec<OutputFile>,
@@ -156,8 +158,8 @@ fn create(pairs: &Pairs, now: SystemTime) -> Result<Pair, SetupError> {
     Pair::new(&created)
 }
 
-/// The CAs that clients are to trust, that of the served certificate first. A CA whose validity has ended verifies nothing
-/// and is left out; [`Pairs::previous`] still has it if the clock turns out to be wrong.
+/// The CAs that clients are to trust, that of the served certificate first. A CA whose validity has ended verifies
+/// nothing and is left out; [`Pairs::previous`] still has it if the clock turns out to be wrong.
 fn bundle(pairs: &Pairs, now: SystemTime) -> Vec<CertificateDer<'static>> {
     let is_of_pair = |ca: &CertificateDer<'static>| pairs.cas().any(|of_pair| of_pair == ca);
     // A version before this one kept the CA of the previous pair, and not the pair.

@@ -43,8 +43,8 @@ pub struct Rotated {
 }
 
 /// Finds the rotated certificate of a user of a node whose certificate is data in the kubeconfig. It must have the same
-/// subject, be valid at `now`, belong to its key, and be verified by `client_ca`, which is the cluster's CA by default. One
-/// that is not in the directory of the running kubelet must not end before the one in the kubeconfig.
+/// subject, be valid at `now`, belong to its key, and be verified by `client_ca`, which is the cluster's CA by default.
+/// One that is not in the directory of the running kubelet must not end before the one in the kubeconfig.
 pub fn find(
     context: &ResolvedContext,
     directories: &CertificateDirectories,

@@ -1,5 +1,5 @@
-//! Seeds of the program as it ships. Each run is a process ([`jackstay_sim::shell::kernel`]), so that nothing of one reaches
-//! the next, and the hash of its log is compared with that of a second process.
+//! Seeds of the program as it ships. Each run is a process ([`jackstay_sim::shell::kernel`]), so that nothing of one
+//! reaches the next, and the hash of its log is compared with that of a second process.
 
 use std::collections::BTreeMap;
 use std::io;

@@ -23,8 +23,8 @@ use crate::shell::{panics, store};
 
 /// The time for what clients have left to end.
 const REST: Duration = Duration::from_secs(60);
-/// No request of jackstay's own takes longer, if its apiserver answers. A stream that is open before and after it is left
-/// over.
+/// No request of jackstay's own takes longer, if its apiserver answers. A stream that is open before and after it is
+/// left over.
 const LONGEST_PROBE: Duration = Duration::from_secs(1);
 
 impl World {

@@ -96,7 +96,8 @@ impl Proxy {
         Ok(())
     }
 
-    /// SIGTERM, and a start when the process has ended. It may not take longer than its timeout, and leaves nothing over.
+    /// SIGTERM, and a start when the process has ended. It may not take longer than its timeout, and leaves nothing
+    /// over.
     pub fn drain(&self) {
         let proxy = self.clone();
         spawn_local(async move {

@@ -1,5 +1,5 @@
-//! The pairs of a local CA and its serving certificate: the one that is served, the next one, which is published and not
-//! served yet, and the one that was served before.
+//! The pairs of a local CA and its serving certificate: the one that is served, the next one, which is published and
+//! not served yet, and the one that was served before.
 //!
 //! | file | content |
 //! |---|---|

@@ -1,5 +1,5 @@
-//! Decides what a run of the renewal does: a function of the time, of the validity of the pairs, and of the trust of the
-//! clients.
+//! Decides what a run of the renewal does: a function of the time, of the validity of the pairs, and of the trust of
+//! the clients.
 //!
 //! | state | action |
 //! |---|---|
@@ -194,8 +194,8 @@ pub fn expected_switch(current: Window, trust: Trust) -> SystemTime {
     }
 }
 
-/// When a reader that lacks the next CA since `since` is restarted. `place`, from 0 to 1, is its place in the fleet. The
-/// restarts of a fleet are over before half of the time until the last switch has passed.
+/// When a reader that lacks the next CA since `since` is restarted. `place`, from 0 to 1, is its place in the fleet.
+/// The restarts of a fleet are over before half of the time until the last switch has passed.
 pub fn restart_time(since: SystemTime, place: f64, current: Window) -> SystemTime {
     let left = last_switch(current).duration_since(since).unwrap_or_default();
     // The restart and the switch are each done by a daily run.

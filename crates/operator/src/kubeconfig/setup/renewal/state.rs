@@ -1,4 +1,5 @@
-//! What the runs of the renewal remember: since when a kubeconfig has the next CA, and which CAs a running client has read.
+//! What the runs of the renewal remember: since when a kubeconfig has the next CA, and which CAs a running client has
+//! read.
 //!
 //! A lost or damaged file delays a renewal and restarts a client once more than needed. Nothing else depends on it.
 

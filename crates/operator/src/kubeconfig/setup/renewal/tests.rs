@@ -160,8 +160,9 @@ impl Machine {
         verifier.verify_server_cert(&leaf, &[], &name, &[], now).map(drop)
     }
 
-    /// kubelet connects anew, as after a restart of jackstay, and so does a client that reads its kubeconfig now. Between
-    /// two times at which certificates are valid they are, so each combination is verified at its first and last days.
+    /// kubelet connects anew, as after a restart of jackstay, and so does a client that reads its kubeconfig now.
+    /// Between two times at which certificates are valid they are, so each combination is verified at its first and
+    /// last days.
     fn assert_served(&mut self, now: SystemTime, what: &str) {
         let read = cas_in(&self.kubelet.kubeconfig);
         let leaf = self.leaf();

@@ -28,19 +28,17 @@ impl WatchEvent {
         let mut event: Value =
             serde_json::from_slice(line).map_err(|error| invalid(error.to_string()))?;
         let object = event.get_mut("object").map(Value::take).unwrap_or_default();
+        let error = |status: &Value| Self::Error {
+            code: status["code"].as_u64().unwrap_or(0),
+            message: status["message"].as_str().unwrap_or_default().to_owned(),
+        };
         Ok(match event["type"].as_str() {
             Some("ADDED" | "MODIFIED") => Self::Applied(object),
             Some("DELETED") => Self::Deleted(object),
             Some("BOOKMARK") => Self::Bookmark(version_of(&object).unwrap_or_default()),
-            Some("ERROR") => Self::Error {
-                code: object["code"].as_u64().unwrap_or(0),
-                message: object["message"].as_str().unwrap_or_default().to_owned(),
-            },
+            Some("ERROR") => error(&object),
             // An apiserver may write the status of an error as it is.
-            _ if event["kind"] == "Status" => Self::Error {
-                code: event["code"].as_u64().unwrap_or(0),
-                message: event["message"].as_str().unwrap_or_default().to_owned(),
-            },
+            _ if event["kind"] == "Status" => error(&event),
             _ => return Err(invalid("it has an unknown type".to_owned())),
         })
     }

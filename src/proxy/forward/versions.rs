@@ -35,6 +35,7 @@ impl ForwardedRequest {
     fn with_floor(&self, endpoint: &Arc<Endpoint>, attempts: &mut Attempts) -> Option<Request<()>> {
         let read = attempts.read_mut()?;
         let floor = self.resource_versions.as_ref()?.enforced(read)?;
+        // Most endpoints have, and what else is known of one takes a lock.
         if floor.record.has_reached(endpoint, read.needed()?) {
             return None;
         }

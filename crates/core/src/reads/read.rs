@@ -29,8 +29,9 @@ pub struct ConsistentRead {
     form: ReadForm,
     /// The floor of the client when the request arrived. What concurrent requests show does not count for it.
     floor: FloorVersions,
-    /// Whether kube-apiserver serves the resource. The version of a custom list may come only at its end.
-    is_built_in: bool,
+    /// Whether it is a list of any version that kube-apiserver itself serves. The version of a custom one may come only
+    /// at its end.
+    is_built_in_list: bool,
     /// Whether the floor is not enforced any more, because no endpoint has reached it.
     given_up: bool,
     /// Whether another endpoint was asked because one had not reached the version.
@@ -87,7 +88,7 @@ impl ConsistentRead {
         Self {
             form,
             floor,
-            is_built_in: is_built_in_group(group_of(resource)),
+            is_built_in_list: form == ReadForm::AnyList && is_built_in_group(group_of(resource)),
             given_up: false,
             asked_elsewhere: false,
             highest_reached: 0,
@@ -140,7 +141,7 @@ impl ConsistentRead {
     /// Whether the version of the answer is compared with the floor before it is forwarded, and another answer can be
     /// asked for.
     fn is_compared(&self) -> bool {
-        self.form == ReadForm::AnyList && !self.asked_elsewhere && self.is_built_in
+        self.is_built_in_list && !self.asked_elsewhere
     }
 
     /// Whether the version of a response with this status is to be compared with the floor.

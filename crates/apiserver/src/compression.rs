@@ -10,14 +10,14 @@ use flate2::write::GzEncoder;
 use http::header::{CONTENT_ENCODING, CONTENT_LENGTH, VARY};
 use http::{HeaderValue, Response};
 
-/// A body of fewer bytes is sent as it is (`defaultGzipThresholdBytes`).
-const MIN_SIZE: usize = 128 << 10;
+/// The largest body in bytes that is sent as it is (`defaultGzipThresholdBytes`).
+const THRESHOLD: usize = 128 << 10;
 
 /// Compresses the body of a response if it is whole, large and not compressed. The caller checks that the client
 /// accepts gzip.
 pub(super) fn compress(response: &mut Response<ResponseBody>) {
     let ResponseBody::Full(Some(body)) = response.body() else { return };
-    if body.len() < MIN_SIZE || response.headers().contains_key(CONTENT_ENCODING) {
+    if body.len() <= THRESHOLD || response.headers().contains_key(CONTENT_ENCODING) {
         return;
     }
     // `defaultGzipContentEncodingLevel` is the fastest one. Writing to a vector does not fail.
@@ -40,7 +40,7 @@ mod tests {
 
     #[test]
     fn compress_changes_large_bodies_only() {
-        for (size, is_compressed) in [(MIN_SIZE - 1, false), (MIN_SIZE, true)] {
+        for (size, is_compressed) in [(THRESHOLD, false), (THRESHOLD + 1, true)] {
             let body = vec![b'a'; size];
             let mut response = Response::new(ResponseBody::full(body.clone()));
             compress(&mut response);

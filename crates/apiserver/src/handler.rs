@@ -134,7 +134,8 @@ impl RequestContext {
 
     /// Whether the client accepts compressed responses.
     pub fn accepts_gzip(&self) -> bool {
-        self.header("accept-encoding").is_some_and(|codings| codings.contains("gzip"))
+        self.header("accept-encoding")
+            .is_some_and(|codings| codings.split(',').any(|coding| coding.trim() == "gzip"))
     }
 
     fn is_health(&self) -> bool {

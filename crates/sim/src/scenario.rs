@@ -120,7 +120,7 @@ impl Sim {
 
     /// The apiservers are those of several clusters, of which each has this many, a store and clients of its own. The
     /// nodes have an upstream and a listener for each. Clients are of the clusters by turns; those of the first one
-    /// have the promises of the scenario, and the others only the rules that hold always.
+    /// have the promises of the scenario, and the others the rules that hold always; at most half of their reads fail.
     #[must_use]
     pub fn clusters(mut self, apiservers: &[usize]) -> Self {
         self.clusters = apiservers.to_vec();

@@ -10,8 +10,8 @@ use super::log::Entry;
 use super::network::Network;
 use super::tcp::{Acknowledgement, Content, End, MSS, Segment, Side};
 
-/// The longest delay of an acknowledgement (Linux, `TCP_DELACK_MIN` with 250 ticks a second; a round trip of more
-/// than 320 ms would make it longer).
+/// The delay of an acknowledgement: the shortest one of Linux (`TCP_DELACK_MIN`, with 250 ticks a second). After a pause it
+/// may grow up to a longer round trip, at most to 200 ms.
 const DELAYED_ACK: Duration = Duration::from_millis(40);
 
 impl Network {
@@ -229,7 +229,10 @@ impl Network {
     }
 
     pub(super) fn delayed_ack_due(&mut self, s: &mut Clock, id: ConnectionId, from: Side) {
-        if self.connections[id].end(from).socket.ack_at == Some(s.now()) {
+        let socket = &mut self.connections[id].end(from).socket;
+        if socket.ack_at == Some(s.now()) {
+            // No response has followed in time (`tcp_delack_timer_handler` leaves pingpong mode).
+            socket.is_interactive = false;
             self.send_ack(s, id, from);
         }
     }

@@ -75,6 +75,9 @@ async fn list(
             Ok(answer) => format!("request {request}: page: {}", answer.status),
             Err(failure) => format!("request {request}: page: {}", failure.as_str()),
         });
+        if let Err(Failure::Undecodable) = answer {
+            peer.violation(request, "an undecodable list");
+        }
         let body = answer.ok().filter(|answer| answer.status == 200).ok_or(())?.body;
         let Some((list, version)) = whole(&body) else {
             peer.violation(request, "a list with parts of another response");

@@ -23,13 +23,20 @@ pub struct Record {
     pub observations: Vec<Observation>,
     /// The log for people, if it is on.
     pub lines: Option<Vec<(Instant, String)>>,
-    moments: u64,
+    /// The number of moments of the run.
+    moments: Rc<Cell<u64>>,
 }
 
 impl Observer {
     /// A record without a log.
     pub fn new() -> Self {
         Self::default()
+    }
+
+    /// A record of the same run, whose moments are in one order with those of this one.
+    pub(crate) fn beside(&self) -> Self {
+        let moments = Rc::clone(&self.record().moments);
+        Self(Rc::new(RefCell::new(Record { moments, ..Record::default() })))
     }
 
     /// Turns the log on.
@@ -57,9 +64,9 @@ impl Observer {
 
     /// The present, after all moments before.
     pub(crate) fn moment(&self) -> Moment {
-        let record = &mut *self.0.borrow_mut();
-        record.moments += 1;
-        Moment { order: record.moments, at: clock::now() }
+        let moments = &self.0.borrow().moments;
+        moments.set(moments.get() + 1);
+        Moment { order: moments.get(), at: clock::now() }
     }
 
     /// Whether the log is on.

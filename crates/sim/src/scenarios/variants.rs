@@ -59,7 +59,7 @@ pub(super) const SCENARIOS: &[Scenario] = &[
     },
     Scenario {
         name: "never-reads",
-        about: "64 clients of another user read nothing of what they ask for, beyond its share of connections",
+        about: "64 clients of another user, beyond its share of connections, read nothing of what they ask for",
         sim: |seed| {
             clients(seed)
                 .clients(Role::NeverReads, 64)

@@ -113,14 +113,15 @@ pub(super) fn log_own_requests(cluster: &Cluster, observer: &Observer) {
     }
 }
 
-/// Every request of a client reached the apiservers as that of its user, or was refused by 401.
+/// Every request of a client reached the apiservers of its cluster as that of its user, or was refused by 401. `number`:
+/// of the cluster.
 pub(super) fn check_users(
-    cluster: &Cluster,
-    holders: &[&Holder],
+    (cluster, number): (&Cluster, usize),
+    holders: &[Holder],
     observations: &[Observation],
     findings: &mut Findings,
 ) {
-    let by_number: HashMap<u16, &Holder> = holders.iter().map(|one| (one.number, *one)).collect();
+    let by_number: HashMap<u16, &Holder> = holders.iter().map(|one| (one.number, one)).collect();
     let mut writers = HashMap::new();
     for observation in observations {
         if let Seen::Write { token, .. } = observation.seen {
@@ -133,6 +134,12 @@ pub(super) fn check_users(
         let client = traffic::client_number(id).or_else(|| writers.get(id).copied());
         // A write that was open at the end is no observation of a write.
         let Some(holder) = client.and_then(|client| by_number.get(&client)) else { continue };
+        if holder.cluster() != number {
+            let (server, path, client) = (&record.server, &record.path, holder.number);
+            findings
+                .violation(format!("client {client}: {path} reached {server} of another cluster"));
+            continue;
+        }
         known += 1;
         let user = holder.user();
         // Without a user, it was refused (429: before it was authenticated), or its connection was lost before.
@@ -146,7 +153,7 @@ pub(super) fn check_users(
             findings.violation(text);
         }
     }
-    if known == 0 && !holders.is_empty() {
+    if known == 0 && holders.iter().any(|holder| holder.cluster() == number) {
         findings.violation("no request of a client has reached an apiserver".to_owned());
     }
 }

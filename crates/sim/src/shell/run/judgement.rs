@@ -118,13 +118,15 @@ impl World {
             let mut history = store::history(&cluster.store, restores);
             history.forgotten.clone_from(&self.forgotten);
             checker::check(&history, &record.observations, &mut record.findings);
-            let of_cluster = |holder: &&Holder| holder.cluster() == number;
-            let holders: Vec<_> = self.holders.iter().filter(of_cluster).collect();
             let Record { observations, findings, .. } = &mut record;
-            check_users(&cluster.store, &holders, observations, findings);
+            check_users((&cluster.store, number), &self.holders, observations, findings);
             if number == 0 {
                 all = record;
                 continue;
+            }
+            if findings.reads > 0 && findings.failed_reads * 2 > findings.reads {
+                let (failed, reads) = (findings.failed_reads, findings.reads);
+                findings.violation(format!("{failed} of {reads} reads have failed"));
             }
             let violations = record.findings.violations.into_iter();
             let violations = violations.map(|text| format!("cluster {number}: {text}"));

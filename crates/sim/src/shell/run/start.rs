@@ -87,11 +87,14 @@ impl World {
             Credential::Certificate => self.certificates.client()?,
             _ => self.certificates.anonymous()?,
         };
+        let default = ClientOptions::default();
         let options = ClientOptions {
+            // Less than a list of pods, whose stream then stalls.
+            stream_window: if role == Role::NeverReads { 1 << 10 } else { default.stream_window },
             token: credential.token(number, 0),
             name: Some(traffic::client_name(node, number)),
             accepts_gzip: is_compressed && number % 3 != 2,
-            ..ClientOptions::default()
+            ..default
         };
         let client = Client::new(network, address, tls, name, options);
         let holder = Holder::new((store, cluster), (node, number), credential, client.clone());

@@ -89,7 +89,9 @@ impl World {
                 let server = Apiserver::start(&network, host, &store, &certificates, options)?;
                 servers.push(server);
             }
-            clusters.push(ClusterState { store, observer: Observer::new(), apiservers });
+            let first: Option<&ClusterState> = clusters.first();
+            let observer = first.map(|first| first.observer.beside()).unwrap_or_default();
+            clusters.push(ClusterState { store, observer, apiservers });
         }
         let (stopper, stop) = peers::stop_signal();
         Ok(Self {

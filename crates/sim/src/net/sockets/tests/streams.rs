@@ -379,6 +379,16 @@ async fn acknowledgement_is_delayed_once_responses_follow_requests() {
             sleep_ms(100).await;
         }
         assert_eq!(unacknowledged, [0, 0, 0, 1, 0, 0]);
+        // Two requests without a response: the first shows that none follows.
+        unacknowledged.clear();
+        for _ in 0..2 {
+            client.write_all(&[1; 100]).await.unwrap();
+            server.read_exact(&mut [0; 100]).await.unwrap();
+            sleep_ms(20).await;
+            unacknowledged.push(socket.tcp_info().unwrap().unacked);
+            sleep_ms(100).await;
+        }
+        assert_eq!(unacknowledged, [1, 0]);
     })
     .await;
 }

@@ -16,6 +16,8 @@ pub struct Findings {
     pub lists: u64,
     /// Lists of a large collection that failed.
     pub failed_lists: u64,
+    /// Those of them that were compressed.
+    pub compressed_lists: u64,
     /// The longest time that a list of a large collection took.
     pub slowest_list: Duration,
     /// Writes that ended.

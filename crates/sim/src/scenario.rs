@@ -43,21 +43,8 @@ pub enum Role {
     Uploaders,
     /// Hostile clients: 200 requests at once, twice a second, of which half are cancelled.
     Hostile,
-    /// Clients of one other user and with a token of their own that open lists and watches and read nothing of them.
-    NeverReads,
 }
 
-impl Role {
-    /// The user of its process on the node; `None` if it is not known.
-    pub(crate) fn user(self) -> Option<u32> {
-        (self == Self::NeverReads).then_some(HOSTILE_USER)
-    }
-}
-
-/// The user of hostile clients that have one.
-const HOSTILE_USER: u32 = 1_000;
-/// What these prove.
-const HOSTILE: Credential = Credential::Opaque { user: 255, token: 0 };
 /// The time between two bookmarks of a watch (apiserver, `storage/cacher/cacher.go`, `defaultBookmarkFrequency`).
 const BOOKMARK_INTERVAL: Duration = Duration::from_secs(60);
 
@@ -68,6 +55,8 @@ pub struct Sim {
     pub(crate) endpoints: usize,
     /// The number of apiservers of each cluster; empty for one cluster.
     clusters: Vec<usize>,
+    /// The promises of the clusters after the first one.
+    pub(crate) other_promises: Promises,
     pub(crate) nodes: usize,
     clients: Vec<(Role, usize)>,
     pub(crate) faults: Vec<Fault>,
@@ -93,6 +82,7 @@ impl Sim {
             seed,
             endpoints: 3,
             clusters: Vec::new(),
+            other_promises: Promises::default(),
             nodes: 1,
             clients: Vec::new(),
             faults: Vec::new(),
@@ -118,13 +108,14 @@ impl Sim {
         self
     }
 
-    /// The apiservers are those of several clusters, of which each has this many, a store and clients of its own. The
-    /// nodes have an upstream and a listener for each. Clients are of the clusters by turns; those of the first one
-    /// have the promises of the scenario, and the others the rules that hold always; at most half of their reads fail.
+    /// The apiservers are those of several clusters, of which each has this many, a store and all clients of its own.
+    /// The nodes have an upstream and a listener for each. The first cluster has the promises of the scenario, and each
+    /// of the others has these.
     #[must_use]
-    pub fn clusters(mut self, apiservers: &[usize]) -> Self {
+    pub fn clusters(mut self, apiservers: &[usize], others: Promises) -> Self {
         self.clusters = apiservers.to_vec();
         self.endpoints = apiservers.iter().sum();
+        self.other_promises = others;
         self
     }
 
@@ -145,7 +136,7 @@ impl Sim {
         ends.zip(&counts).map(|(end, count)| end - count..end).collect()
     }
 
-    /// The number of nodes. Each has all clients.
+    /// The number of nodes. Each has all clients of each cluster.
     #[must_use]
     pub fn nodes(mut self, count: usize) -> Self {
         self.nodes = count;
@@ -237,10 +228,7 @@ impl Sim {
     }
 
     /// The credential of a client, by its number on its node.
-    pub(crate) fn credential_of(&self, at: usize, role: Role) -> Credential {
-        if role.user().is_some() {
-            return HOSTILE;
-        }
+    pub(crate) fn credential_of(&self, at: usize) -> Credential {
         let turns = self.credentials.len().max(1);
         self.credentials.get(at % turns).copied().unwrap_or(Credential::Certificate)
     }
@@ -291,7 +279,7 @@ impl Sim {
         &self.faults
     }
 
-    /// What each client of a node does, in the order of their numbers.
+    /// What each client of a node does for each cluster, in the order of their numbers.
     pub fn roles(&self) -> impl Iterator<Item = Role> {
         self.clients.iter().flat_map(|&(role, count)| std::iter::repeat_n(role, count))
     }

@@ -10,8 +10,8 @@ use super::log::Entry;
 use super::network::Network;
 use super::tcp::{Acknowledgement, Content, End, MSS, Segment, Side};
 
-/// The delay of an acknowledgement: the shortest one of Linux (`TCP_DELACK_MIN`, with 250 ticks a second). After a pause it
-/// may grow up to a longer round trip, at most to 200 ms.
+/// The delay of an acknowledgement: the shortest one of Linux (`TCP_DELACK_MIN`, with 250 ticks a second). After a
+/// pause it may grow up to a longer round trip, at most to 200 ms.
 const DELAYED_ACK: Duration = Duration::from_millis(40);
 
 impl Network {
@@ -213,7 +213,7 @@ impl Network {
     }
 
     /// Acknowledges data that has arrived in order, later if it is as little as a request: the response then carries
-    /// the acknowledgement.
+    /// the acknowledgement. A second segment is acknowledged at once (`tcp_cleanup_rbuf`, when both were read).
     fn send_ack_later(&mut self, s: &mut Clock, id: ConnectionId, from: Side, bytes: u32) {
         let end = self.connections[id].end(from);
         end.socket.unacknowledged += bytes;
@@ -221,11 +221,12 @@ impl Network {
         if !is_whole || !end.socket.is_interactive || end.socket.unacknowledged > MSS {
             return self.send_ack(s, id, from);
         }
-        if end.socket.ack_at.is_none() {
-            let at = s.now() + DELAYED_ACK;
-            end.socket.ack_at = Some(at);
-            s.queue(at, NetEvent::DelayedAck { id, from });
+        if end.socket.ack_at.is_some() {
+            return self.send_ack(s, id, from);
         }
+        let at = s.now() + DELAYED_ACK;
+        end.socket.ack_at = Some(at);
+        s.queue(at, NetEvent::DelayedAck { id, from });
     }
 
     pub(super) fn delayed_ack_due(&mut self, s: &mut Clock, id: ConnectionId, from: Side) {

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
+use http::header::CONTENT_ENCODING;
 
 use super::objects::{List, parse};
 use super::peer::{EndedRequest, Peer};
@@ -109,6 +110,8 @@ async fn read(
     is_slow: bool,
 ) -> Result<Answer, Failure> {
     let mut response = peer.client.open(request, outgoing).await?;
+    let is_compressed = response.head.headers.contains_key(CONTENT_ENCODING);
+    peer.observer.findings().compressed_lists += u64::from(is_compressed);
     let mut body = BytesMut::new();
     let mut unpaid = 0;
     while let Some(chunk) = response.chunk().await? {

@@ -1,10 +1,10 @@
 //! A reflector of client-go: it lists, watches from the version of the list, and lists again if the watch has failed.
 //!
-//! What follows the end of a watch is that of client-go (`tools/cache/reflector.go`, and `watch/streamwatcher.go` for
-//! broken streams):
-//!
 //! One that lists by a watch (client-go, `WatchListClient`) gets all objects as events, then a bookmark that says so,
 //! and the changes on the same stream.
+//!
+//! What follows the end of a watch is that of client-go (`tools/cache/reflector.go`, and `watch/streamwatcher.go` for
+//! broken streams):
 //!
 //! | end | what follows |
 //! |---|---|
@@ -247,7 +247,7 @@ impl Informer {
         );
         let request = self.peer.client.next_request();
         let began = clock::now();
-        let response = match self.open(request, &Outgoing::get(target)).await {
+        let response = match self.open(request, &Outgoing::get(target), initial.is_some()).await {
             Ok(response) => response,
             Err(next) => return next,
         };
@@ -260,6 +260,10 @@ impl Informer {
         let next = follower.follow(response).await;
         let is_short = follower.events == 0 && clock::now() < began + SHORT_WATCH;
         let is_listed = follower.initial.is_none();
+        if let Some(initial) = &follower.initial {
+            let since = clock::now() - initial.began.at;
+            follower.informer.peer.observer.findings().list_open(since);
+        }
         let lasted = clock::now() - head_at;
         if lasted > Duration::from_secs(seconds.into()) + MAX_OVERTIME {
             self.peer.violation(request, &format!("a watch of {seconds} s lasted {lasted:?}"));
@@ -270,8 +274,14 @@ impl Informer {
         }
     }
 
-    /// Sends a watch and waits for its head. An error is what follows.
-    async fn open(&mut self, request: u64, outgoing: &Outgoing) -> Result<Response, Next> {
+    /// Sends a watch and waits for its head. An error is what follows. Only after a refused list by a watch client-go
+    /// asks for any version (`reflector.go`, `watchList`): a list names the version that a watch was too old for.
+    async fn open(
+        &mut self,
+        request: u64,
+        outgoing: &Outgoing,
+        is_list: bool,
+    ) -> Result<Response, Next> {
         let client = self.peer.client.clone();
         let was_revoked = client.is_revoked();
         let opened = tokio::select! {
@@ -288,7 +298,7 @@ impl Informer {
             Ok(response) => {
                 let status = response.head.status.as_u16();
                 self.peer.log(|| format!("request {request}: watch refused with {status}"));
-                self.is_version_unavailable |= status == 410;
+                self.is_version_unavailable |= is_list && status == 410;
                 Err(if status == 429 { Next::WatchLater } else { Next::List })
             }
             Err(failure) => {
@@ -386,6 +396,7 @@ impl Follower<'_> {
             Some(WatchLine::InitialEventsEnd(version)) if self.initial.is_some() => {
                 let InitialEvents { recency, began, objects } = self.initial.take()?;
                 let (request, ended) = (self.request, peer.observer.moment());
+                peer.observer.findings().list(true, ended.at - began.at);
                 let ended = EndedRequest { request, began, ended, answer: None };
                 let objects = objects.into_iter().collect();
                 peer.saw(collection, &ended, Seen::List { recency, version, objects });

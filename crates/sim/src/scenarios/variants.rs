@@ -1,4 +1,4 @@
-//! Several clusters, compressed responses, and limits of clients.
+//! Several clusters, and compressed responses.
 
 use std::time::Duration;
 
@@ -6,6 +6,17 @@ use super::common::{BOOKMARKS, READS, SECOND, clients, start};
 use crate::faults::FaultKind;
 use crate::invariants::Promises;
 use crate::scenario::{Role, Scenario, Sim};
+
+/// The cluster whose apiservers fail together for 4 s.
+const SECOND_CLUSTER: Promises = Promises {
+    failed_reads: 120,
+    slowest_read: Duration::from_secs(7),
+    slowest_list: Duration::MAX,
+    failed_writes: 40,
+    slowest_write: Duration::from_secs(8),
+    silence: Duration::from_secs(8),
+    ..READS
+};
 
 /// The scenarios.
 pub(super) const SCENARIOS: &[Scenario] = &[
@@ -18,7 +29,7 @@ pub(super) const SCENARIOS: &[Scenario] = &[
                 [FaultKind::Blackhole, FaultKind::Kill, FaultKind::Hang, FaultKind::Stop],
             );
             let kind = kinds[(seed % 4) as usize];
-            let sim = clients(seed).clients(Role::Readers, 3).clusters(&[2, 2]);
+            let sim = clients(seed).clusters(&[2, 2], SECOND_CLUSTER);
             (2..4).fold(sim, |sim, server| sim.fault(server, kind).at(at).until(at + 4 * SECOND))
         },
         time: Duration::from_secs(12),
@@ -49,30 +60,12 @@ pub(super) const SCENARIOS: &[Scenario] = &[
                 .bookmark_interval(BOOKMARKS)
                 .blackhole(server)
                 .at(at)
-                .until(at + 2 * SECOND)
+                .until(at + 3 * SECOND)
                 .fault((server + 1) % 3, FaultKind::Kill)
                 .at(at + 4 * SECOND)
                 .until(at + 5 * SECOND)
         },
         time: Duration::from_secs(10),
         promises: Promises { failed_lists: 4, ..READS },
-    },
-    Scenario {
-        name: "never-reads",
-        about: "64 clients of another user, beyond its share of connections, read nothing of what they ask for",
-        sim: |seed| {
-            clients(seed)
-                .clients(Role::NeverReads, 64)
-                .configured(|config| config.listeners[0].limits_mut().max_connections = 64)
-        },
-        time: Duration::from_secs(8),
-        promises: Promises {
-            slowest_read: Duration::from_millis(50),
-            failed_writes: 0,
-            slowest_write: Duration::from_millis(50),
-            silence: Duration::from_millis(50),
-            watches_ended: 0,
-            ..READS
-        },
     },
 ];

@@ -210,6 +210,12 @@ pub const ALL: &[Script] = &[
         steps: |testbed| Box::pin(limits::memory(testbed)),
     },
     Script {
+        name: "limit-never-reads",
+        about: "a user that opens lists and watches and reads nothing has its share, and others are served",
+        servers: 2,
+        steps: |testbed| Box::pin(limits::never_reads(testbed)),
+    },
+    Script {
         name: "limit-revoked-token",
         about: "a flood of requests with a revoked token delays no valid token",
         servers: 2,

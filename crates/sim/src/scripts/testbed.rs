@@ -181,25 +181,42 @@ impl Testbed {
 
     /// A client of jackstay with the certificate of the node.
     pub fn client(&self, proxy: &Proxy) -> Client {
-        client_with(self.network_of(proxy), self.tls(), None)
+        client_with(self.network_of(proxy), self.tls(), ClientOptions::default())
     }
 
     /// A client of jackstay with a token, which becomes that of a user.
     pub fn token_client(&self, proxy: &Proxy, token: &str) -> Client {
-        self.client_with_token(self.network_of(proxy), token)
+        let window = ClientOptions::default().stream_window;
+        self.client_with_token(self.network_of(proxy), token, window)
     }
 
     /// [`Self::token_client`] that is a process of this user.
     pub fn user_client(&self, proxy: &Proxy, token: &str, user: u32) -> Client {
-        let network = self.network();
-        let process = network.add_process_of(proxy.host, user);
-        self.client_with_token(network.of_process_with(process, SocketOptions::go()), token)
+        self.narrow_client(proxy, (token, user), ClientOptions::default().stream_window)
     }
 
-    fn client_with_token(&self, network: Arc<dyn VirtualNetwork>, token: &str) -> Client {
+    /// [`Self::user_client`] whose streams have a window of so many bytes.
+    pub fn narrow_client(&self, proxy: &Proxy, (token, user): (&str, u32), window: u32) -> Client {
+        let network = self.network();
+        let process = network.add_process_of(proxy.host, user);
+        let network = network.of_process_with(process, SocketOptions::go());
+        self.client_with_token(network, token, window)
+    }
+
+    fn client_with_token(
+        &self,
+        network: Arc<dyn VirtualNetwork>,
+        token: &str,
+        stream_window: u32,
+    ) -> Client {
         self.cluster().add_token(token, User::new(token, &[]));
         let tls = self.world.borrow().certificates.anonymous().expect("a trusted authority");
-        client_with(network, tls, Some(token.to_owned()))
+        let token = Some(token.to_owned());
+        client_with(
+            network,
+            tls,
+            ClientOptions { token, stream_window, ..ClientOptions::default() },
+        )
     }
 
     /// The network as a new process on the host of a jackstay sees it.
@@ -259,9 +276,9 @@ impl Testbed {
 fn client_with(
     network: Arc<dyn VirtualNetwork>,
     tls: ClientConfig,
-    token: Option<String>,
+    options: ClientOptions,
 ) -> Client {
-    let options = ClientOptions { token, retries_after: false, ..ClientOptions::default() };
+    let options = ClientOptions { retries_after: false, ..options };
     let name = ServerName::try_from("localhost").expect("a name");
     Client::new(network, Proxy::address(), tls, name, options)
 }

@@ -44,6 +44,14 @@ impl Process {
         (process, result)
     }
 
+    /// Calls a function whose `spawn_local` begins tasks of the process, or tasks that never run if it is dead.
+    pub fn enter<T>(&self, call: impl FnOnce() -> T) -> T {
+        let state = self.state.borrow();
+        let dead = LocalSet::new();
+        let _entered = state.tasks.as_ref().unwrap_or(&dead).enter();
+        call()
+    }
+
     /// SIGSTOP: its tasks do not run. Their timers expire meanwhile.
     pub fn stop(&self) {
         self.state.borrow_mut().stopped = true;

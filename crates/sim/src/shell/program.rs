@@ -147,7 +147,7 @@ impl Program {
     }
 
     /// Applies a configuration whose upstream has another name, as a reload does. The pools of the old one end when
-    /// their requests have, at the latest after the drain timeout.
+    /// their requests have, at the latest after the drain timeout. Called on the `LocalSet` of the process.
     ///
     /// # Errors
     /// The second port has a listener.

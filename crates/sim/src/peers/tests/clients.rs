@@ -3,10 +3,9 @@
 use std::time::Duration;
 
 use super::super::bulk::{self, BulkMode};
-use super::super::hostile::{self, Hostility};
 use super::super::reader::{self, ReaderPlan};
 use super::super::writer::{self, WriterPlan};
-use super::super::{informer, lease};
+use super::super::{hostile, informer, lease};
 use super::server::{Order, WatchEnd};
 use super::{Clients, run, seconds};
 use crate::checker::{Collection, Seen};
@@ -259,20 +258,13 @@ fn second_candidate_takes_the_lease_of_a_leader_that_is_gone() {
 }
 
 #[test]
-fn hostile_clients_cancel_requests_and_stop_reading() {
-    for (how, cancels) in [
-        (Hostility::Burst, true),
-        (Hostility::RapidReset, true),
-        (Hostility::NeverReads, false),
-        (Hostility::StopsReading, false),
-    ] {
-        run(async {
-            let mut clients = Clients::new();
-            clients.spawn(|peer| hostile::run(peer, MAPS, 10, how));
-            clients.pass(seconds(3)).await;
-            let (_, rig) = clients.finish().await;
-            assert!(rig.server.requests.borrow().len() > 8, "{how:?}");
-            assert_eq!(*rig.server.cancelled.borrow() > 100, cancels, "{how:?}");
-        });
-    }
+fn hostile_client_cancels_requests() {
+    run(async {
+        let mut clients = Clients::new();
+        clients.spawn(|peer| hostile::run(peer, MAPS, 10));
+        clients.pass(seconds(3)).await;
+        let (_, rig) = clients.finish().await;
+        assert!(rig.server.requests.borrow().len() > 500);
+        assert!(*rig.server.cancelled.borrow() > 100);
+    });
 }

@@ -30,7 +30,7 @@ impl World {
             }
             FaultKind::ReplaceUpstream if begins => {
                 for node in &self.nodes {
-                    node.program().replace_upstream()?;
+                    node.proxy.replace_upstream()?;
                 }
             }
             FaultKind::Loss(loss) => {

@@ -68,6 +68,12 @@ impl Proxy {
         Rc::clone(&self.0.running.borrow().program)
     }
 
+    /// Applies a configuration whose upstream has another name ([`Program::replace_upstream`]).
+    pub fn replace_upstream(&self) -> io::Result<()> {
+        let running = self.0.running.borrow();
+        running.process.enter(|| running.program.replace_upstream())
+    }
+
     /// The number of its process, which stays the same.
     pub fn number(&self) -> ProcessId {
         self.0.number

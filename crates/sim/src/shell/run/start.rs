@@ -15,7 +15,6 @@ use crate::credential::Credential;
 use crate::net::sockets::SocketNetwork;
 use crate::net::{HostId, SocketOptions};
 use crate::peers::bulk::BulkMode;
-use crate::peers::hostile::Hostility;
 use crate::peers::reader::ReaderPlan;
 use crate::peers::transport::{Client, ClientOptions};
 use crate::peers::writer::WriterPlan;
@@ -53,33 +52,24 @@ impl World {
         let of = (&self.network, host);
         let proxy = Proxy::start(of, node, configuration, &self.certificates, self.observer())?;
         let mut clients = Vec::new();
-        for (at, role) in sim.roles().enumerate() {
-            let number = (node * sim.roles().count() + at) as u16;
-            let peer = self.peer(
-                (host, number),
-                (node, sim.credential_of(at, role), role),
-                sim.is_compressed,
-            )?;
-            clients.push(Process::start(run_client(peer, role)));
+        for cluster in 0..self.clusters.len() {
+            for (at, role) in sim.roles().enumerate() {
+                let peer = self.peer(sim, (node, cluster, at))?;
+                clients.push(Process::start(run_client(peer, role)));
+            }
         }
         self.nodes.push(Node { proxy, _clients: clients });
         Ok(())
     }
 
-    /// What a client has: `number` is its own, and `node` that of its node, which is the host.
-    fn peer(
-        &mut self,
-        (host, number): (HostId, u16),
-        (node, credential, role): (usize, Credential, Role),
-        is_compressed: bool,
-    ) -> io::Result<Peer> {
+    /// What a client has. `at`: its number among those of its cluster on its node.
+    fn peer(&mut self, sim: &Sim, (node, cluster, at): (usize, usize, usize)) -> io::Result<Peer> {
+        let host = (sim.endpoints + node) as HostId;
+        let before = (node * self.clusters.len() + cluster) * sim.roles().count();
+        let number = (before + at) as u16;
+        let credential = sim.credential_of(at);
         let network = &self.network;
-        let process = match role.user() {
-            Some(user) => network.add_process_of(host, user),
-            None => network.add_process(host),
-        };
-        let network = network.of_process_with(process, SocketOptions::go());
-        let cluster = usize::from(number) % self.clusters.len();
+        let network = network.of_process_with(network.add_process(host), SocketOptions::go());
         let ClusterState { store, observer, .. } = &self.clusters[cluster];
         let address = (Ipv4Addr::LOCALHOST, port_of(cluster)).into();
         let name = ServerName::try_from("localhost").map_err(io::Error::other)?;
@@ -87,14 +77,11 @@ impl World {
             Credential::Certificate => self.certificates.client()?,
             _ => self.certificates.anonymous()?,
         };
-        let default = ClientOptions::default();
         let options = ClientOptions {
-            // Less than a list of pods, whose stream then stalls.
-            stream_window: if role == Role::NeverReads { 1 << 10 } else { default.stream_window },
             token: credential.token(number, 0),
             name: Some(traffic::client_name(node, number)),
-            accepts_gzip: is_compressed && number % 3 != 2,
-            ..default
+            accepts_gzip: sim.is_compressed && number % 3 != 1,
+            ..ClientOptions::default()
         };
         let client = Client::new(network, address, tls, name, options);
         let holder = Holder::new((store, cluster), (node, number), credential, client.clone());
@@ -154,11 +141,8 @@ async fn run_client(peer: Peer, role: Role) {
             let mode = modes[usize::from(number) % modes.len()];
             peers::bulk::run(peer, Collection::SECRETS, mode).await;
         }
-        Role::NeverReads => {
-            peers::hostile::run(peer, Collection::PODS, store::PODS, Hostility::NeverReads).await;
-        }
         Role::Hostile => {
-            peers::hostile::run(peer, Collection::PODS, store::PODS, Hostility::Burst).await;
+            peers::hostile::run(peer, Collection::PODS, store::PODS).await;
         }
     }
 }

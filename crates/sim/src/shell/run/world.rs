@@ -1,7 +1,6 @@
 //! The processes of a run.
 
 use std::io;
-use std::ops::Range;
 use std::rc::Rc;
 use std::time::{Duration, Instant, UNIX_EPOCH};
 
@@ -14,6 +13,7 @@ use super::node::Proxy;
 use crate::checker::Moment;
 use crate::faults::Fault;
 use crate::fleet::Sampler;
+use crate::invariants::Promises;
 use crate::net::HostId;
 use crate::net::sockets::SocketNetwork;
 use crate::peers::{self, Observer, Stop, Stopper};
@@ -50,6 +50,8 @@ pub(crate) struct World {
     pub(super) restores: Vec<StoreRestore>,
     /// The groups of clients whose floors were lost, and when.
     pub(super) forgotten: Vec<(u32, Moment)>,
+    /// The promises of the clusters after the first one.
+    pub(super) other_promises: Promises,
 }
 
 /// A cluster.
@@ -57,8 +59,6 @@ pub(crate) struct ClusterState {
     pub(crate) store: Cluster,
     /// What its clients see.
     pub(crate) observer: Observer,
-    /// The numbers of its apiservers.
-    pub(super) apiservers: Range<usize>,
 }
 
 /// jackstay on a host, and its clients.
@@ -83,7 +83,7 @@ impl World {
             if sim.roles().any(|role| role == Role::Bulk) {
                 store::add_secrets(&store)?;
             }
-            for host in apiservers.clone() {
+            for host in apiservers {
                 let options = (sim.max_streams as u32, sim.is_compressed);
                 let host = host as HostId;
                 let server = Apiserver::start(&network, host, &store, &certificates, options)?;
@@ -91,7 +91,7 @@ impl World {
             }
             let first: Option<&ClusterState> = clusters.first();
             let observer = first.map(|first| first.observer.beside()).unwrap_or_default();
-            clusters.push(ClusterState { store, observer, apiservers });
+            clusters.push(ClusterState { store, observer });
         }
         let (stopper, stop) = peers::stop_signal();
         Ok(Self {
@@ -109,6 +109,7 @@ impl World {
             backup: None,
             restores: Vec::new(),
             forgotten: Vec::new(),
+            other_promises: sim.other_promises,
         })
     }
 

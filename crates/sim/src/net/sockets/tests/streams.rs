@@ -389,6 +389,20 @@ async fn acknowledgement_is_delayed_once_responses_follow_requests() {
             sleep_ms(100).await;
         }
         assert_eq!(unacknowledged, [1, 0]);
+        // A second segment is acknowledged at once, and the first one with it.
+        client.write_all(&[1; 100]).await.unwrap();
+        server.read_exact(&mut [0; 100]).await.unwrap();
+        server.write_all(&[1; 100]).await.unwrap();
+        client.read_exact(&mut [0; 100]).await.unwrap();
+        sleep_ms(100).await;
+        unacknowledged.clear();
+        for _ in 0..2 {
+            client.write_all(&[1; 100]).await.unwrap();
+            server.read_exact(&mut [0; 100]).await.unwrap();
+            sleep_ms(10).await;
+            unacknowledged.push(socket.tcp_info().unwrap().unacked);
+        }
+        assert_eq!(unacknowledged, [1, 0]);
     })
     .await;
 }

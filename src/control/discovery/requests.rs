@@ -25,8 +25,9 @@ use crate::upstream::pool::{Pool, StreamRequest, StreamRequirements, Unavailable
 /// Limit for a response head; a list of a few objects takes milliseconds.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(30);
 /// Largest list with all its pages, and largest event of a watch, in bytes. A slice with 1,000 endpoints, the most that
-/// Kubernetes allows, has 200 KiB.
-pub const MAX_BYTES: usize = 8 << 20;
+/// Kubernetes allows, has 200 KiB, and at most 5,000 endpoints are kept. JSON of many small maps takes almost 100 times
+/// its size when it is parsed.
+pub const MAX_BYTES: usize = 2 << 20;
 /// Rate limit: a burst of requests, then one in each interval.
 const BURST: u32 = 6;
 const INTERVAL: Duration = Duration::from_secs(1);

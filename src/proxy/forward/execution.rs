@@ -10,13 +10,13 @@ use jackstay_core::request::attempts::{AttemptEffect, NoStream, Refused};
 use jackstay_core::request::retry::Stage;
 use jackstay_core::request::status_error::StatusError;
 use jackstay_sys::clock;
-use tokio::time::{sleep, sleep_until};
+use tokio::time::sleep;
 
 use super::slots::{Event, Response, Slots, later};
 use super::{ForwardedRequest, Progress};
 use crate::proxy::attempt::{AttemptInput, failed};
 use crate::proxy::upstream_client::UpstreamResponse;
-use crate::proxy::watch::body::outage_ended;
+use crate::proxy::watch::hold::{HoldEnd, hold_end, outage_ended};
 use crate::upstream::connection::{Connection, Permit};
 use crate::upstream::endpoint::ProbeTrigger;
 use crate::upstream::pool::{PreviousFailure, StreamRequirements, Unavailable};
@@ -30,8 +30,11 @@ struct Execution<'a> {
     /// The response that has arrived.
     response: Option<UpstreamResponse>,
     /// Ends the hold of a new watch, while it is held.
-    hold_end: Option<LocalBoxFuture<'a, ()>>,
+    hold_end: Option<HoldEnding<'a>>,
 }
+
+/// The future of [`hold_end`].
+type HoldEnding<'a> = LocalBoxFuture<'a, HoldEnd>;
 
 /// The future of an execution, which ends when the client can be answered.
 type Executing<'a> = LocalBoxFuture<'a, Result<UpstreamResponse, Box<Refused>>>;
@@ -243,21 +246,8 @@ impl<'a> Execution<'a> {
     /// Holds a new watch while no apiserver is reachable.
     async fn hold(&mut self, until: Instant) -> AttemptInput {
         let request = self.request;
-        let hold_end = || -> LocalBoxFuture<'a, ()> {
-            Box::pin(async move {
-                let drained = async {
-                    match request.drain.clone() {
-                        Some(mut drain) => drain.staggered_end().await,
-                        None => std::future::pending().await,
-                    }
-                };
-                tokio::select! {
-                    () = sleep_until(until.into()) => {}
-                    () = drained => {}
-                }
-            })
-        };
-        self.hold_end.get_or_insert_with(hold_end);
+        let end = || Box::pin(hold_end(Some(until), request.drain.clone())) as HoldEnding<'a>;
+        self.hold_end.get_or_insert_with(end);
         let ended = outage_ended(&request.upstream, &request.class);
         let held = unless(&mut self.hold_end, ended).await;
         held.map_or(AttemptInput::HoldEnded, |held| AttemptInput::OutageEnded { held })
@@ -296,12 +286,12 @@ impl Drop for Execution<'_> {
 
 /// Waits for a future, but not longer than a hold lasts. Returns `None` if that has ended.
 async fn unless<T>(
-    hold_end: &mut Option<LocalBoxFuture<'_, ()>>,
+    hold_end: &mut Option<HoldEnding<'_>>,
     future: impl Future<Output = T>,
 ) -> Option<T> {
     let Some(hold_end) = hold_end else { return Some(future.await) };
     tokio::select! {
         value = future => Some(value),
-        () = hold_end => None,
+        _ = hold_end => None,
     }
 }

@@ -41,7 +41,6 @@ use crate::upstream::connection::Permit;
 use crate::upstream::credentials::CredentialClass;
 use crate::upstream::restores::{AfterNotice, HistoryMark};
 
-pub use self::attempt::outage_ended;
 pub use self::context::ResumeContext;
 pub use self::versions::WatchVersions;
 

@@ -1,18 +1,12 @@
-//! Futures that the body polls: an attempt to open another upstream stream for a watch, and the wait for the
-//! end of a total outage.
-//!
-//! If watches ended in a total outage, all clients of all nodes would list again as soon as the control plane
-//! returns, and overload it. So a running watch is held until an apiserver can be reached or its deadline
-//! passes. A held watch has no stream and opens no connection: the pool connects once for all watches and
-//! notifies them.
+//! Futures that the body polls: an attempt to open another upstream stream for a watch, and the hold in a total outage.
 
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
-use futures_util::future::{LocalBoxFuture, OptionFuture};
+use futures_util::future::LocalBoxFuture;
 use http::Request;
 use jackstay_core::request::status_error::StatusError;
-use jackstay_core::watch::session::{NotResumable, Session, SessionInput, no_connection_pause};
+use jackstay_core::watch::session::{NotResumable, Session, SessionInput};
 use jackstay_net::http2_error::describe_h2_error;
 use jackstay_sys::clock;
 use tokio::time::{sleep, sleep_until, timeout_at};
@@ -21,8 +15,9 @@ use super::context::ResumeContext;
 use super::suitable::{NoneSuitable, PROCESS_CHANGED};
 use crate::proxy::attempt::Attempt;
 use crate::proxy::upstream_client::{UpstreamClient, UpstreamResponse as Response, until_troubled};
+use crate::proxy::watch::hold::{HoldEnd, hold_end, outage_ended};
 use crate::upstream::connection::{Connection, Permit};
-use crate::upstream::pool::{ClassPool, PreviousFailure, Unavailable};
+use crate::upstream::pool::{PreviousFailure, Unavailable};
 
 /// An attempt to resume a watch; `None` if the listener drains.
 pub(super) type ResumeAttempt = LocalBoxFuture<'static, Option<Result<Response, AttemptError>>>;
@@ -151,34 +146,21 @@ pub(super) fn hold(
     until_reachable: bool,
 ) -> Hold {
     let (upstream, class) = (Rc::clone(&context.upstream), Rc::clone(&context.class));
-    let mut drain = context.drain.clone();
+    let end = hold_end(deadline, Some(context.drain.clone()));
     Box::pin(async move {
         tokio::select! {
             held = outage_ended(&upstream, &class), if until_reachable => {
                 (SessionInput::OutageEnded { held }, "an apiserver can be reached")
             }
-            Some(()) = OptionFuture::from(deadline.map(|at| sleep_until(at.into()))) => {
-                let cause = "the deadline passed while no apiserver could be reached";
-                (SessionInput::Stop(NotResumable::Expired), cause)
-            }
-            () = drain.staggered_end() => (SessionInput::Stop(NotResumable::Shutdown), "shutdown"),
+            end = end => match end {
+                HoldEnd::Deadline => {
+                    let cause = "the deadline passed while no apiserver could be reached";
+                    (SessionInput::Stop(NotResumable::Expired), cause)
+                }
+                HoldEnd::Drain => (SessionInput::Stop(NotResumable::Shutdown), "shutdown"),
+            },
         }
     })
-}
-
-/// Waits until a held watch should ask for a stream again, and returns the duration of the wait.
-///
-/// In a total outage that is its end. Otherwise the class has no connection although an apiserver can be
-/// reached, and the wait is a pause ([`no_connection_pause`]).
-pub async fn outage_ended(client: &UpstreamClient, class: &Rc<ClassPool>) -> Duration {
-    let began = clock::now();
-    let _held = client.pool.hold_watch(class);
-    if client.pool.is_total_outage() {
-        client.pool.outage_ended().await;
-    } else {
-        sleep(no_connection_pause(&mut fastrand::Rng::new())).await;
-    }
-    clock::elapsed(began)
 }
 
 /// Sends the request and waits for the response head until `deadline`, or until the connection is

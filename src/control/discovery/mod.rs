@@ -33,14 +33,14 @@ pub mod state_file;
 mod state_writer;
 pub mod watch_events;
 
-use tokio::task::JoinSet;
+use tokio::task::{JoinError, JoinSet};
 
 pub use controller::{SharedContext, run};
 
 /// Panics if one of the tasks of a source has panicked, so that the [`controller`] logs that and starts the source again.
 fn propagate_panics(tasks: &mut JoinSet<()>) {
     while let Some(ended) = tasks.try_join_next() {
-        if let Err(Ok(panic)) = ended.map_err(|error| error.try_into_panic()) {
+        if let Err(Ok(panic)) = ended.map_err(JoinError::try_into_panic) {
             std::panic::resume_unwind(panic);
         }
     }

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::net::SocketAddr;
-use std::time::{Duration, UNIX_EPOCH};
+use std::time::{Duration, Instant, UNIX_EPOCH};
 
 use jackstay_core::endpoint_state::EndpointState;
 use jackstay_core::pool::EndpointKey;
@@ -58,33 +58,7 @@ impl World {
         if self.is_compressed && record.findings.compressed_lists == 0 {
             record.findings.violation("no list was compressed".to_owned());
         }
-        let records = self.clusters.iter().flat_map(|cluster| cluster.store.audit().records());
-        let mut records: Vec<_> = records.collect();
-        // Stable, so that those of one cluster keep their order.
-        records.sort_by_key(|record| record.time);
-        for (number, node) in self.nodes.iter().enumerate() {
-            node.check(
-                (number, self.servers.len()),
-                &streams[number],
-                faults,
-                &mut record.findings,
-            );
-            let sources = Sources {
-                records: &records,
-                connects: &self.network.connects_of(node.proxy.number()),
-                metrics: &node.program().metrics.render(),
-                sent: &sent,
-                faults,
-                servers: self.servers.len(),
-                time,
-                start: (self.start, UNIX_EPOCH + START),
-            };
-            sources.traffic(number).check(number, &mut record.findings);
-            if self.is_compressed && !has_decoded(sources.metrics) {
-                let text = format!("node {number}: no watch was compressed");
-                record.findings.violation(text);
-            }
-        }
+        self.check_nodes((&streams, &sent), time, faults, &mut record.findings);
         for number in 0..self.servers.len() {
             if self.has_leftovers(number, faults) {
                 let count = self.servers[number].open_requests();
@@ -105,6 +79,38 @@ impl World {
             hash: hasher.finish(),
             log: self.network.log() + &lines.collect::<String>(),
             findings: record.findings,
+        }
+    }
+
+    /// What jackstay has on each node in the end, and what it has sent. `streams`: the endpoints of each to which streams
+    /// were open [`LONGEST_PROBE`] ago, `sent`: when requests were sent whose order counts.
+    fn check_nodes(
+        &self,
+        (streams, sent): (&[Vec<EndpointKey>], &HashMap<String, Instant>),
+        time: Duration,
+        faults: &[Fault],
+        findings: &mut Findings,
+    ) {
+        let records = self.clusters.iter().flat_map(|cluster| cluster.store.audit().records());
+        let mut records: Vec<_> = records.collect();
+        // Stable, so that those of one cluster keep their order.
+        records.sort_by_key(|record| record.time);
+        for (number, node) in self.nodes.iter().enumerate() {
+            node.check((number, self.servers.len()), &streams[number], faults, findings);
+            let sources = Sources {
+                records: &records,
+                connects: &self.network.connects_of(node.proxy.number()),
+                metrics: &node.program().metrics.render(),
+                sent,
+                faults,
+                servers: self.servers.len(),
+                time,
+                start: (self.start, UNIX_EPOCH + START),
+            };
+            sources.traffic(number).check(number, findings);
+            if self.is_compressed && !has_decoded(sources.metrics) {
+                findings.violation(format!("node {number}: no watch was compressed"));
+            }
         }
     }
 }

@@ -10,7 +10,7 @@ use tokio::time::sleep_until;
 
 use crate::net::HostId;
 use crate::net::sockets::SocketNetwork;
-use crate::shell::program::Program;
+use crate::shell::program::{Program, server_of};
 
 /// One second. Each has an element for each apiserver.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -61,8 +61,10 @@ impl Sampler {
         let lists: Vec<_> = lists.collect();
         let mut watches = vec![0; self.servers.len()];
         for upstream in self.programs.iter().flat_map(|program| program.upstreams()) {
-            for (count, endpoint) in watches.iter_mut().zip(upstream.endpoints().iter()) {
-                *count += endpoint.watches() as u64;
+            for endpoint in upstream.endpoints().iter() {
+                if let Some(server) = server_of(&endpoint.address.host, watches.len()) {
+                    watches[server] += endpoint.watches() as u64;
+                }
             }
         }
         let [connects_before, lists_before] = &load.counted;

@@ -12,13 +12,13 @@ pub struct Findings {
     pub failed_reads: u64,
     /// The longest time that a read took.
     pub slowest_read: Duration,
-    /// Lists of a large collection that ended.
+    /// Lists of a large collection, and lists by watches, that ended.
     pub lists: u64,
-    /// Lists of a large collection that failed.
-    pub failed_lists: u64,
-    /// Those of them that were compressed.
+    /// Responses to lists of a large collection that were compressed.
     pub compressed_lists: u64,
-    /// The longest time that a list of a large collection took.
+    /// Lists that failed.
+    pub failed_lists: u64,
+    /// The longest time that one of them took.
     pub slowest_list: Duration,
     /// Writes that ended.
     pub writes: u64,

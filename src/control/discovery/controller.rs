@@ -22,8 +22,9 @@ use jackstay_net::dns::ResolverFiles;
 use jackstay_sys::clock;
 use jackstay_sys::utc::wall_clock;
 use tokio::task::{AbortHandle, JoinError, JoinSet};
-use tokio::time::{MissedTickBehavior, interval, sleep_until};
+use tokio::time::{MissedTickBehavior, interval, sleep, sleep_until};
 
+use super::panics::Panics;
 use super::source_states::{SourceStates, is_of_configured_name};
 use super::state_file::StateFileError;
 use super::state_writer::StateWriter;
@@ -73,6 +74,7 @@ pub async fn run(upstream: Arc<Upstream>, shared: Arc<SharedContext>) {
         states: SourceStates::new(upstream, own_addresses),
         running: BTreeMap::new(),
         tasks: JoinSet::new(),
+        panics: Panics::none(),
         // Built from the configuration at the start, which may have changed since.
         current: writer.current(),
         writer,
@@ -111,6 +113,7 @@ struct DiscoveryController {
     /// The sources that run in tasks, with their settings.
     running: BTreeMap<EndpointSource, (SourceConfig, AbortHandle)>,
     tasks: JoinSet<()>,
+    panics: Panics,
     writer: EndpointSetWriter,
     debouncer: Debouncer,
     /// The set that was applied last.
@@ -198,6 +201,15 @@ impl DiscoveryController {
 
     /// Starts a source, or restarts it if its settings have changed; `None` removes it.
     fn start_source(&mut self, source: EndpointSource, config: Option<SourceConfig>) {
+        self.start_source_after(source, config, Duration::ZERO);
+    }
+
+    fn start_source_after(
+        &mut self,
+        source: EndpointSource,
+        config: Option<SourceConfig>,
+        pause: Duration,
+    ) {
         if self.running.get(&source).map(|(config, _)| config) == config.as_ref() {
             return;
         }
@@ -207,14 +219,17 @@ impl DiscoveryController {
         let Some(config) = config else { return self.states.remove(source) };
         self.upstream().sources.expect(source);
         let states = Rc::clone(&self.states);
-        let task = match config.clone() {
-            SourceConfig::File(path) => self.tasks.spawn_local(file::follow(path, states)),
-            SourceConfig::Dns(names) => {
-                let system = self.shared.system.clone();
-                self.tasks.spawn_local(dns::follow(names, system, states))
+        let (system, of_source) = (self.shared.system.clone(), config.clone());
+        let task = self.tasks.spawn_local(async move {
+            if !pause.is_zero() {
+                sleep(pause).await;
             }
-            SourceConfig::Slices(path) => self.tasks.spawn_local(slices::follow(path, states)),
-        };
+            match of_source {
+                SourceConfig::File(path) => file::follow(path, states).await,
+                SourceConfig::Dns(names) => dns::follow(names, system, states).await,
+                SourceConfig::Slices(path) => slices::follow(path, states).await,
+            }
+        });
         self.running.insert(source, (config, task));
     }
 
@@ -233,16 +248,19 @@ impl DiscoveryController {
             self.liveness.record_iteration();
             step_at = self.step(clock::now());
             while let Some(ended) = self.tasks.try_join_next() {
-                self.restart_ended(ended.err());
+                self.restart_ended(ended.err(), clock::now());
             }
         }
     }
 
     /// Restarts each source whose task has ended, which only a panic causes. The task that reads the
     /// state file ends when it is done and is not a source.
-    fn restart_ended(&mut self, error: Option<JoinError>) {
+    fn restart_ended(&mut self, error: Option<JoinError>, now: Instant) {
+        let mut pause = Duration::ZERO;
         if let Some(error) = error.filter(JoinError::is_panic) {
-            tracing::error!(upstream = &*self.upstream().name, %error, "discovery source panicked");
+            pause = self.panics.counted(now, fastrand::f64());
+            let upstream = &*self.upstream().name;
+            tracing::error!(upstream, %error, restart_after = ?pause, "discovery source panicked");
         }
         let ended: Vec<_> = self
             .running
@@ -252,7 +270,7 @@ impl DiscoveryController {
             .collect();
         for (source, config) in ended {
             self.running.remove(&source);
-            self.start_source(source, Some(config));
+            self.start_source_after(source, Some(config), pause);
         }
     }
 

@@ -28,7 +28,7 @@ use tokio::sync::Notify;
 use tokio::task::JoinSet;
 use tokio::time::sleep;
 
-use super::propagate_panics;
+use super::panics;
 use super::source_states::SourceStates;
 use crate::control::file_watch::{FileWatch, poll_ticks};
 
@@ -90,7 +90,7 @@ pub async fn follow(names: Vec<EndpointAddress>, system: ResolverFiles, states: 
         if files.changed() {
             source.files_changed.notify_waiters();
         }
-        propagate_panics(&mut tasks);
+        panics::propagate(&mut tasks);
     }
 }
 

@@ -26,6 +26,7 @@ mod controller;
 pub mod dns;
 pub mod file;
 pub mod objects;
+mod panics;
 pub mod requests;
 mod slices;
 mod source_states;
@@ -33,18 +34,7 @@ pub mod state_file;
 mod state_writer;
 pub mod watch_events;
 
-use tokio::task::{JoinError, JoinSet};
-
 pub use controller::{SharedContext, run};
-
-/// Panics if one of the tasks of a source has panicked, so that the [`controller`] logs that and starts the source again.
-fn propagate_panics(tasks: &mut JoinSet<()>) {
-    while let Some(ended) = tasks.try_join_next() {
-        if let Err(Ok(panic)) = ended.map_err(JoinError::try_into_panic) {
-            std::panic::resume_unwind(panic);
-        }
-    }
-}
 
 #[cfg(test)]
 pub(super) mod tests;

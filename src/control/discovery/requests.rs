@@ -26,8 +26,8 @@ use crate::upstream::pool::{Pool, StreamRequest, StreamRequirements, Unavailable
 const HEAD_TIMEOUT: Duration = Duration::from_secs(30);
 /// Largest list with all its pages, and largest event of a watch, in bytes. A slice with 1,000 endpoints, the most that
 /// Kubernetes allows, has 200 KiB, and at most 5,000 endpoints are kept. JSON of many small maps takes almost 100 times
-/// its size when it is parsed.
-pub const MAX_BYTES: usize = 2 << 20;
+/// its size when it is parsed: 98 MiB.
+pub const MAX_BYTES: usize = 1 << 20;
 /// Rate limit: a burst of requests, then one in each interval.
 const BURST: u32 = 6;
 const INTERVAL: Duration = Duration::from_secs(1);

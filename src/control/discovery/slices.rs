@@ -26,7 +26,7 @@ use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
 use super::objects::{ObjectStore, WatchedResource};
-use super::propagate_panics;
+use super::panics;
 use super::requests::{MAX_BYTES, PooledRequests, RequestError, Requests, ResponseChunks};
 use super::source_states::SourceStates;
 use super::watch_events::{WatchEvent, WatchEvents, version_of, whole_body};
@@ -101,7 +101,7 @@ pub async fn follow(path: PathBuf, states: Rc<SourceStates>) {
             // Rebuilds the TLS configuration if the CA bundle has changed.
             upstream.credentials.set_discovery_certificate(user.certificate.as_ref());
         }
-        propagate_panics(&mut tasks);
+        panics::propagate(&mut tasks);
     }
 }
 

@@ -7,11 +7,11 @@ use std::time::Duration;
 use arc_swap::ArcSwap;
 use jackstay_sys::clock;
 use jackstay_sys::utc::wall_clock;
-use tokio::task::{JoinSet, LocalSet, spawn_local};
+use tokio::task::{LocalSet, spawn_local};
 use tokio::time::sleep;
 
 use super::controller::TICK;
-use super::{SharedContext, propagate_panics, run, state_file};
+use super::{SharedContext, run, state_file};
 use crate::control::endpoint_set;
 use crate::observe::{LivenessMonitor, Metrics};
 use crate::upstream;
@@ -21,22 +21,6 @@ use jackstay_config::{Discovery, Upstream, validate_text};
 use jackstay_core::discovery::address::EndpointAddress;
 use jackstay_core::discovery::source::{Candidate, EndpointSource, SavedEndpoints};
 use jackstay_testkit::wait::until;
-
-/// The source ends with its task, and not without a word.
-#[tokio::test(start_paused = true)]
-async fn propagate_panics_passes_on_the_panic_of_a_task() {
-    let mut tasks = JoinSet::new();
-    tasks.spawn(async {});
-    tasks.spawn(async { panic!("a defect") });
-    let source = tokio::spawn(async move {
-        loop {
-            propagate_panics(&mut tasks);
-            tokio::task::yield_now().await;
-        }
-    });
-    let ended: Result<(), _> = source.await;
-    assert_eq!(ended.unwrap_err().into_panic().downcast_ref(), Some(&"a defect"));
-}
 
 /// 100 connections and 100 passthrough flows that never end keep a removed endpoint draining.
 #[tokio::test(start_paused = true)]

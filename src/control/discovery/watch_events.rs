@@ -207,7 +207,7 @@ mod tests {
             (&["garbage\n"][..], "not valid: expected value"),
             (&["{\"type\":\"NEW\",\"object\":{}}\n"], "unknown type"),
             (&["7\n"], "unknown type"),
-            (&[&long, "x"], "more than 8388608 bytes"),
+            (&[&long, "x"], "more than 1048576 bytes"),
         ] {
             let all = events(texts).await;
             let [Err(error)] = &all[..] else { panic!("{all:?}") };

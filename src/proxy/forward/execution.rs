@@ -30,11 +30,11 @@ struct Execution<'a> {
     /// The response that has arrived.
     response: Option<UpstreamResponse>,
     /// Ends the hold of a new watch, while it is held.
-    hold_end: Option<HoldEnding<'a>>,
+    hold_end: Option<HoldEnding>,
 }
 
 /// The future of [`hold_end`].
-type HoldEnding<'a> = LocalBoxFuture<'a, HoldEnd>;
+type HoldEnding = LocalBoxFuture<'static, HoldEnd>;
 
 /// The future of an execution, which ends when the client can be answered.
 type Executing<'a> = LocalBoxFuture<'a, Result<UpstreamResponse, Box<Refused>>>;
@@ -246,7 +246,7 @@ impl<'a> Execution<'a> {
     /// Holds a new watch while no apiserver is reachable.
     async fn hold(&mut self, until: Instant) -> AttemptInput {
         let request = self.request;
-        let end = || Box::pin(hold_end(Some(until), request.drain.clone())) as HoldEnding<'a>;
+        let end = || Box::pin(hold_end(Some(until), request.drain.clone())) as HoldEnding;
         self.hold_end.get_or_insert_with(end);
         let ended = outage_ended(&request.upstream, &request.class);
         let held = unless(&mut self.hold_end, ended).await;
@@ -286,7 +286,7 @@ impl Drop for Execution<'_> {
 
 /// Waits for a future, but not longer than a hold lasts. Returns `None` if that has ended.
 async fn unless<T>(
-    hold_end: &mut Option<HoldEnding<'_>>,
+    hold_end: &mut Option<HoldEnding>,
     future: impl Future<Output = T>,
 ) -> Option<T> {
     let Some(hold_end) = hold_end else { return Some(future.await) };

@@ -30,7 +30,7 @@ pub enum HoldEnd {
     Drain,
 }
 
-/// Waits until a hold must end. Without a deadline and a drain it lasts until an apiserver can be reached.
+/// Waits until a hold must end. Without a deadline and a drain it never does.
 pub async fn hold_end(deadline: Option<Instant>, drain: Option<DrainWatcher>) -> HoldEnd {
     let passed = OptionFuture::from(deadline.map(|at| sleep_until(at.into())));
     let drained = OptionFuture::from(drain.map(async |mut drain| drain.staggered_end().await));

@@ -213,15 +213,15 @@ impl Network {
     }
 
     /// Acknowledges data that has arrived in order, later if it is as little as a request: the response then carries
-    /// the acknowledgement. A second segment is acknowledged at once (`tcp_cleanup_rbuf`, when both were read).
+    /// the acknowledgement. A second segment is acknowledged at once; Linux waits until the process has read both
+    /// (`tcp_cleanup_rbuf`).
     fn send_ack_later(&mut self, s: &mut Clock, id: ConnectionId, from: Side, bytes: u32) {
         let end = self.connections[id].end(from);
         end.socket.unacknowledged += bytes;
         let is_whole = bytes > 0 && end.early.is_empty() && !end.peer_ended;
-        if !is_whole || !end.socket.is_interactive || end.socket.unacknowledged > MSS {
-            return self.send_ack(s, id, from);
-        }
-        if end.socket.ack_at.is_some() {
+        let is_large = end.socket.unacknowledged > MSS;
+        let is_second = end.socket.ack_at.is_some();
+        if !is_whole || !end.socket.is_interactive || is_large || is_second {
             return self.send_ack(s, id, from);
         }
         let at = s.now() + DELAYED_ACK;

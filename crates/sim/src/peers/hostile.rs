@@ -15,7 +15,7 @@ const INTERVAL: Duration = Duration::from_millis(500);
 const BURST: u32 = 200;
 /// A request is cancelled within this time, which is enough to send it.
 const CANCELLED_WITHIN: Duration = Duration::from_millis(5);
-/// The time limit of the others.
+/// The time limit of requests that are not cancelled.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Loads the server until the client is stopped.

@@ -249,7 +249,12 @@ impl Informer {
         let began = clock::now();
         let response = match self.open(request, &Outgoing::get(target), initial.is_some()).await {
             Ok(response) => response,
-            Err(next) => return next,
+            Err(next) => {
+                if let Some(initial) = &initial {
+                    self.not_listed(initial, next);
+                }
+                return next;
+            }
         };
         // A watch that begins in an outage is held, and its time counts from the end of that.
         let head_at = clock::now();
@@ -260,9 +265,8 @@ impl Informer {
         let next = follower.follow(response).await;
         let is_short = follower.events == 0 && clock::now() < began + SHORT_WATCH;
         let is_listed = follower.initial.is_none();
-        if let Some(initial) = &follower.initial {
-            let since = clock::now() - initial.began.at;
-            follower.informer.peer.observer.findings().list_open(since);
+        if let Some(initial) = follower.initial.take() {
+            self.not_listed(&initial, next);
         }
         let lasted = clock::now() - head_at;
         if lasted > Duration::from_secs(seconds.into()) + MAX_OVERTIME {
@@ -272,6 +276,13 @@ impl Informer {
             Next::Watch | Next::WatchLater if is_short || !is_listed => Next::List,
             next => next,
         }
+    }
+
+    /// A list by a watch has ended before all objects had arrived.
+    fn not_listed(&self, initial: &InitialEvents, next: Next) {
+        let since = clock::now() - initial.began.at;
+        let mut findings = self.peer.observer.findings();
+        if next == Next::Stop { findings.list_open(since) } else { findings.list(false, since) }
     }
 
     /// Sends a watch and waits for its head. An error is what follows. Only after a refused list by a watch client-go

@@ -18,13 +18,13 @@ pub(super) const SCENARIOS: &[Scenario] = &[
     },
     Scenario {
         name: "blackhole-returns",
-        about: "all packets of one of three apiservers are dropped for less than about the time after which it is dead",
+        about: "all packets of one of three apiservers are dropped for 0.5 to 2.5 s",
         sim: |seed| {
             let (at, lasts) = (start(seed), MS * (500 + seed.wrapping_mul(6_151) % 2_000) as u32);
             clients(seed).blackhole((seed % 3) as usize).at(at).until(at + lasts)
         },
         time: Duration::from_secs(10),
-        // The apiserver's kernel sends again 0.2, 0.6, 1.4 and 3 s after the first time.
+        // The apiserver's kernel sends again 0.2, 0.6, 1.4 and 3 s after the first time, each with up to a tenth more.
         promises: Promises { silence: Duration::from_millis(3_400), ..READS },
     },
     Scenario {

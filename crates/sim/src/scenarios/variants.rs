@@ -66,6 +66,6 @@ pub(super) const SCENARIOS: &[Scenario] = &[
                 .until(at + 5 * SECOND)
         },
         time: Duration::from_secs(10),
-        promises: Promises { failed_lists: 4, ..READS },
+        promises: Promises { failed_lists: 4, slowest_list: Duration::from_secs(3), ..READS },
     },
 ];

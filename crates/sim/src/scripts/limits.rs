@@ -6,6 +6,7 @@ use std::time::{Duration, SystemTime};
 
 use http::Method;
 use jackstay_config::MemoryLimit;
+use jackstay_core::admission::DEFAULT_LIMIT;
 use jackstay_sys::clock;
 use tokio::task::spawn_local;
 use tokio::time::sleep;
@@ -35,6 +36,12 @@ async fn expect_served(testbed: &Testbed, proxy: &Proxy) {
         assert_eq!(reply.status, 200, "beside a client that exceeds a limit");
         testbed.check("a read of another client", reply.took, SERVED_WITHIN);
     }
+}
+
+/// The bytes that one user may hold who is alone: half of the three quarters that clients without an identity share
+/// (`core/admission/memory_budget.rs`).
+const fn share_of_source(limit: usize) -> u64 {
+    (limit / 4 * 3 / 2) as u64
 }
 
 /// The connections that were refused because their source has its share.
@@ -71,11 +78,15 @@ pub async fn connections(testbed: Rc<Testbed>) {
     }
 }
 
-/// Connections of which nothing is read hold no more than the share of their user, for as long as they last.
+/// Connections of which nothing is read hold no more than their windows and buffers, however many events come.
 pub async fn never_reads(testbed: Rc<Testbed>) {
     const LIMIT: usize = 64;
     const WINDOW: u32 = 1 << 10;
-    const HELD_BY_CONNECTION: u64 = 128 << 10;
+    // More than the buffers of a socket.
+    const LARGE: usize = 100 << 10;
+    for number in 0..10 {
+        testbed.create_with(&format!("large-{number}"), &"x".repeat(LARGE));
+    }
     let proxy =
         testbed.start_connected(|config| config.listeners[0].limits_mut().max_connections = LIMIT);
     let proxy = proxy.await;
@@ -84,15 +95,20 @@ pub async fn never_reads(testbed: Rc<Testbed>) {
     let mut events = other.open(other.next_request(), &watch).await.expect("a watch");
     let (list, mut held) = (Outgoing::get(CONFIG_MAPS), Vec::new());
     for number in 0..LIMIT {
-        let client = testbed.narrow_client(&proxy, ("flood", FLOOD), WINDOW);
+        // By turns, the windows of its streams close, and that of its socket.
+        let is_narrow = number % 2 == 0;
+        let client = if is_narrow {
+            testbed.narrow_client(&proxy, ("flood", FLOOD), WINDOW)
+        } else {
+            testbed.user_client(&proxy, "flood", FLOOD)
+        };
         let mut opened = Vec::new();
         for request in [&list, &watch] {
             let Ok(response) = client.open(client.next_request(), request).await else { break };
             assert_eq!(response.head.status, 200);
             opened.push(response);
         }
-        // By turns, the windows of its streams close, and that of its socket.
-        if let (1, Some(response)) = (number % 2, opened.first()) {
+        if let Some(response) = opened.first().filter(|_| !is_narrow) {
             response.stop_reading();
         }
         if !opened.is_empty() {
@@ -101,6 +117,7 @@ pub async fn never_reads(testbed: Rc<Testbed>) {
     }
     // The other client has one of the 48 beside the reserve.
     assert_eq!((held.len(), refused_of_source(&proxy)), (24, 40));
+    let used = || proxy.metric("jackstay_memory_budget_bytes");
     for number in 0..100 {
         let began = clock::now();
         testbed.create(&format!("new-{number}"));
@@ -110,11 +127,11 @@ pub async fn never_reads(testbed: Rc<Testbed>) {
         if number % 10 == 0 {
             expect_served(&testbed, &proxy).await;
         }
-        let used = proxy.metric("jackstay_memory_budget_bytes");
-        assert!(used <= 24 * HELD_BY_CONNECTION, "{used} bytes");
+        assert!(used() <= share_of_source(DEFAULT_LIMIT), "{} bytes", used());
+        sleep(Duration::from_millis(300)).await;
     }
+    assert!(used() > 1 << 20, "{} bytes", used());
     drop(held);
-    let used = || proxy.metric("jackstay_memory_budget_bytes");
     until("the memory is free again", || used() < 1 << 20).await;
 }
 
@@ -122,19 +139,22 @@ pub async fn never_reads(testbed: Rc<Testbed>) {
 pub async fn memory(testbed: Rc<Testbed>) {
     const CLIENTS: usize = 24;
     const UPLOADS: usize = 40;
-    // Half of the three quarters that clients without an identity share (`core/admission/memory_budget.rs`).
-    const HELD_BY_SOURCE: u64 = 3 << 20;
-    let proxy = testbed.start_connected(|config| config.memory_limit = MemoryLimit::Bytes(8 << 20));
-    let proxy = proxy.await;
+    const MEMORY: usize = 8 << 20;
+    let limited =
+        testbed.start_connected(|config| config.memory_limit = MemoryLimit::Bytes(MEMORY as u64));
+    let proxy = limited.await;
     let refused = || proxy.metric("jackstay_shed_total{reason=\"stream_refused\"");
+    let used = || proxy.metric("jackstay_memory_budget_bytes");
+    let used_before = used();
     let mut uploads = Vec::new();
     for _ in 0..CLIENTS {
         let client = testbed.user_client(&proxy, "flood", FLOOD);
         uploads.extend((0..UPLOADS).map(|_| spawn_local(upload(client.clone()))));
     }
     until("an upload is refused", || refused() > 0).await;
-    let used = || proxy.metric("jackstay_memory_budget_bytes");
-    assert!((HELD_BY_SOURCE / 2..=HELD_BY_SOURCE).contains(&used()), "{} bytes", used());
+    let held = used() - used_before;
+    let share = share_of_source(MEMORY);
+    assert!((share / 2..=share).contains(&held), "{held} bytes");
     for _ in 0..10 {
         expect_served(&testbed, &proxy).await;
         sleep(Duration::from_millis(100)).await;

@@ -237,7 +237,12 @@ impl Testbed {
 
     /// Creates a config map without a request. Returns its version.
     pub fn create(&self, name: &str) -> u64 {
-        let object = config_map(name, "1");
+        self.create_with(name, "1")
+    }
+
+    /// [`Self::create`] with this content.
+    pub fn create_with(&self, name: &str, value: &str) -> u64 {
+        let object = config_map(name, value);
         let created = self.cluster().create(&kinds::CONFIG_MAPS, "default", object, false);
         created.expect("a new name").version
     }

@@ -44,12 +44,20 @@ impl Process {
         (process, result)
     }
 
-    /// Calls a function whose `spawn_local` begins tasks of the process, or tasks that never run if it is dead.
-    pub fn enter<T>(&self, call: impl FnOnce() -> T) -> T {
-        let state = self.state.borrow();
-        let dead = LocalSet::new();
-        let _entered = state.tasks.as_ref().unwrap_or(&dead).enter();
-        call()
+    /// Calls a function whose `spawn_local` begins tasks of the process; `None` if the process is dead. A task of the
+    /// process itself needs no call of this.
+    pub fn enter<T>(&self, call: impl FnOnce() -> T) -> Option<T> {
+        let tasks = self.state.borrow_mut().tasks.take()?;
+        let result = {
+            let _entered = tasks.enter();
+            call()
+        };
+        let mut state = self.state.borrow_mut();
+        if !state.dead {
+            state.tasks = Some(tasks);
+        }
+        state.waker.wake_by_ref();
+        Some(result)
     }
 
     /// SIGSTOP: its tasks do not run. Their timers expire meanwhile.
@@ -100,5 +108,46 @@ impl Future for Running {
         }
         state.tasks = Some(tasks);
         result
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+    use std::time::Duration;
+
+    use tokio::time::{interval, sleep};
+
+    use super::*;
+
+    /// Tasks that are begun from outside run, stop and die with the process.
+    #[tokio::test(start_paused = true)]
+    async fn enter_begins_tasks_of_the_process() {
+        let set = LocalSet::new();
+        let test = async {
+            let process = Process::start(std::future::pending());
+            let ticks = Rc::new(Cell::new(0));
+            let count = Rc::clone(&ticks);
+            let begun = process.enter(|| {
+                spawn_local(async move {
+                    let mut seconds = interval(Duration::from_secs(1));
+                    loop {
+                        seconds.tick().await;
+                        count.set(count.get() + 1);
+                    }
+                })
+            });
+            assert!(begun.is_some());
+            let mut seen = Vec::new();
+            let changes: [fn(&Process); 3] = [|_| {}, Process::stop, Process::kill];
+            for change in changes {
+                change(&process);
+                sleep(Duration::from_millis(3_500)).await;
+                seen.push(ticks.get());
+            }
+            assert_eq!(seen, [4, 4, 4]);
+            assert!(process.enter(|| {}).is_none());
+        };
+        set.run_until(test).await;
     }
 }

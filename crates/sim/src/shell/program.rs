@@ -36,8 +36,8 @@ use tokio::task::{JoinHandle, spawn_local};
 use tokio::time::{interval, timeout};
 
 use super::certificates::Certificates;
-use crate::net::ProcessId;
 use crate::net::sockets::SocketNetwork;
+use crate::net::{HostId, ProcessId};
 
 /// The port that the clients of a node connect to.
 pub const PORT: u16 = 7443;
@@ -51,6 +51,12 @@ pub const APISERVER_PORT: u16 = 6443;
 /// The port that the clients of a cluster connect to.
 pub fn port_of(cluster: usize) -> u16 {
     PORT + PORTS_OF_CLUSTER * cluster as u16
+}
+
+/// The number of the apiserver at an address; `servers`: how many there are.
+pub fn server_of(address: &str, servers: usize) -> Option<usize> {
+    let address: IpAddr = address.parse().ok()?;
+    (0..servers).find(|&server| SocketNetwork::address_of(server as HostId) == address)
 }
 
 /// What a run configures; the rest has the program's defaults.

@@ -113,21 +113,23 @@ pub(super) fn log_own_requests(cluster: &Cluster, observer: &Observer) {
     }
 }
 
-/// Every request of a client reached the apiservers of its cluster as that of its user, or was refused by 401. `number`:
-/// of the cluster.
+/// The client of each write, by its `Audit-ID`.
+pub(super) fn writers(observations: &[Observation]) -> impl Iterator<Item = (String, u16)> {
+    observations.iter().filter_map(|observation| match observation.seen {
+        Seen::Write { token, .. } => Some((token_text(token), observation.client.number)),
+        _ => None,
+    })
+}
+
+/// Every request that has reached the apiservers of a cluster, which has this number, is one of its clients and has
+/// arrived as that of its user, or was refused by 401. `writers`: those of all clusters ([`writers`]).
 pub(super) fn check_users(
     (cluster, number): (&Cluster, usize),
     holders: &[Holder],
-    observations: &[Observation],
+    writers: &HashMap<String, u16>,
     findings: &mut Findings,
 ) {
     let by_number: HashMap<u16, &Holder> = holders.iter().map(|one| (one.number, one)).collect();
-    let mut writers = HashMap::new();
-    for observation in observations {
-        if let Seen::Write { token, .. } = observation.seen {
-            writers.insert(token_text(token), observation.client.number);
-        }
-    }
     let mut known = 0;
     for record in cluster.audit().records() {
         let Some(id) = record.audit_id.as_deref() else { continue };

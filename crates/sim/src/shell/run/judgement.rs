@@ -2,7 +2,6 @@
 
 use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
-use std::net::SocketAddr;
 use std::time::{Duration, Instant, UNIX_EPOCH};
 
 use jackstay_core::endpoint_state::EndpointState;
@@ -10,18 +9,16 @@ use jackstay_core::pool::EndpointKey;
 use jackstay_sys::clock;
 use tokio::time::sleep;
 
-use super::clients::{Holder, check_users, log_own_requests};
+use super::clients::{Holder, check_users, log_own_requests, writers};
 use super::leftovers::is_left_over;
 use super::outcome::ShellRun;
 use super::world::{ClusterState, Node, World};
 use crate::checker;
 use crate::faults::{Fault, FaultKind};
 use crate::invariants::Findings;
-use crate::net::HostId;
-use crate::net::sockets::SocketNetwork;
 use crate::peers::Record;
 use crate::shell::kernel::START;
-use crate::shell::program::APISERVER_PORT;
+use crate::shell::program::server_of;
 use crate::shell::traffic::Sources;
 use crate::shell::{panics, store};
 
@@ -82,8 +79,8 @@ impl World {
         }
     }
 
-    /// What jackstay has on each node in the end, and what it has sent. `streams`: the endpoints of each to which streams
-    /// were open [`LONGEST_PROBE`] ago, `sent`: when requests were sent whose order counts.
+    /// What jackstay has on each node in the end, and what it has sent. `streams`: the endpoints of each to which
+    /// streams were open [`LONGEST_PROBE`] ago, `sent`: when requests were sent whose order counts.
     fn check_nodes(
         &self,
         (streams, sent): (&[Vec<EndpointKey>], &HashMap<String, Instant>),
@@ -128,14 +125,15 @@ impl World {
     /// of all and what breaks a rule.
     fn judge_clients(&self) -> Record {
         let mut all = Record::default();
-        for (number, cluster) in self.clusters.iter().enumerate() {
-            let mut record = cluster.observer.take();
+        let records: Vec<_> = self.clusters.iter().map(|cluster| cluster.observer.take()).collect();
+        let writers = records.iter().flat_map(|record| writers(&record.observations)).collect();
+        for ((number, cluster), mut record) in self.clusters.iter().enumerate().zip(records) {
             let restores = if number == 0 { &self.restores[..] } else { &[] };
             let mut history = store::history(&cluster.store, restores);
             history.forgotten.clone_from(&self.forgotten);
             checker::check(&history, &record.observations, &mut record.findings);
-            let Record { observations, findings, .. } = &mut record;
-            check_users((&cluster.store, number), &self.holders, observations, findings);
+            let findings = &mut record.findings;
+            check_users((&cluster.store, number), &self.holders, &writers, findings);
             if number == 0 {
                 all = record;
                 continue;
@@ -153,11 +151,6 @@ impl World {
         }
         all
     }
-}
-
-/// The address of an apiserver as jackstay shows it.
-fn address(server: usize) -> String {
-    SocketAddr::new(SocketNetwork::address_of(server as HostId), APISERVER_PORT).to_string()
 }
 
 impl Node {
@@ -180,11 +173,9 @@ impl Node {
         let program = self.program();
         for upstream in program.upstreams() {
             for endpoint in upstream.endpoints().iter() {
-                let status = endpoint.status();
-                let Some(server) = (0..servers).find(|&server| status.address == address(server))
-                else {
-                    let text = format!("node {number}: {} is no apiserver", status.address);
-                    findings.violation(text);
+                let host = &endpoint.address.host;
+                let Some(server) = server_of(host, servers) else {
+                    findings.violation(format!("node {number}: {host} is no apiserver"));
                     continue;
                 };
                 let lasts = |fault: &Fault| fault.server == server && fault.lasts();
@@ -196,7 +187,7 @@ impl Node {
                 }
                 // Its own requests hang, too.
                 let hangs = |fault: &Fault| fault.kind == FaultKind::Hang && lasts(fault);
-                let open = status.streams;
+                let open = endpoint.status().streams;
                 let are_left = open > 0 && streams.contains(&endpoint.key());
                 if are_left && !faults.iter().any(hangs) {
                     let text =

@@ -71,7 +71,7 @@ impl Proxy {
     /// Applies a configuration whose upstream has another name ([`Program::replace_upstream`]).
     pub fn replace_upstream(&self) -> io::Result<()> {
         let running = self.0.running.borrow();
-        running.process.enter(|| running.program.replace_upstream())
+        running.process.enter(|| running.program.replace_upstream()).unwrap_or(Ok(()))
     }
 
     /// The number of its process, which stays the same.

@@ -66,7 +66,7 @@ impl World {
     fn peer(&mut self, sim: &Sim, (node, cluster, at): (usize, usize, usize)) -> io::Result<Peer> {
         let host = (sim.endpoints + node) as HostId;
         let before = (node * self.clusters.len() + cluster) * sim.roles().count();
-        let number = (before + at) as u16;
+        let number = u16::try_from(before + at).map_err(io::Error::other)?;
         let credential = sim.credential_of(at);
         let network = &self.network;
         let network = network.of_process_with(network.add_process(host), SocketOptions::go());
@@ -80,6 +80,7 @@ impl World {
         let options = ClientOptions {
             token: credential.token(number, 0),
             name: Some(traffic::client_name(node, number)),
+            // A run without a compressed watch or list breaks a rule.
             accepts_gzip: sim.is_compressed && number % 3 != 1,
             ..ClientOptions::default()
         };

@@ -379,7 +379,7 @@ async fn acknowledgement_is_delayed_once_responses_follow_requests() {
             sleep_ms(100).await;
         }
         assert_eq!(unacknowledged, [0, 0, 0, 1, 0, 0]);
-        // Two requests without a response: the first shows that none follows.
+        // Two requests without a response: the second one is acknowledged at once.
         unacknowledged.clear();
         for _ in 0..2 {
             client.write_all(&[1; 100]).await.unwrap();

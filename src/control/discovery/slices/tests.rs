@@ -8,6 +8,8 @@ use std::sync::{Arc, Mutex};
 
 use bytes::Bytes;
 use jackstay_core::discovery::own_addresses::OwnAddresses;
+use jackstay_core::lag::Expected;
+use jackstay_core::restore::Suspicion;
 use proptest::prelude::*;
 use serde_json::{Value, json};
 use tokio::sync::{Notify, mpsc};
@@ -60,6 +62,45 @@ async fn watch_that_does_not_end_is_left_for_another_one() {
         watching.abort();
     };
     LocalSet::new().run_until(test).await;
+}
+
+/// Etcd is restored while the first list is on its way.
+struct RestoredMeanwhile(Scripted, Rc<SourceStates>);
+
+impl Requests for RestoredMeanwhile {
+    type Body = ScriptedBody;
+
+    async fn get(
+        &self,
+        target: &str,
+        is_watch: bool,
+    ) -> Result<(StatusCode, ScriptedBody), RequestError> {
+        let restores = &self.1.upstream().restores;
+        if restores.recognised_notice() == 0 {
+            let now = clock::now();
+            let seen =
+                Expected { resource: "pods".into(), version: 100, shown_by: "a".into(), at: now };
+            restores.recognised(&Suspicion::new(&seen, "pods".into(), now), 20, 100, now);
+        }
+        self.0.get(target, is_watch).await
+    }
+}
+
+/// The version of that list may be one of the lost history.
+#[tokio::test(start_paused = true)]
+async fn restore_that_is_recognised_during_a_list_is_followed_by_another_list() {
+    let script = Arc::new(Mutex::new(Script::new(Vec::new())));
+    let states = SourceStates::new(upstream(), Box::new(OwnAddresses::default));
+    let test = async {
+        let requests = RestoredMeanwhile(Scripted(Arc::clone(&script)), Rc::clone(&states));
+        let watching = tokio::task::spawn_local(watch_forever(requests, states));
+        sleep(WATCH_TIMEOUT / 2).await;
+        watching.abort();
+    };
+    LocalSet::new().run_until(test).await;
+    let requests = script.lock().unwrap().requests;
+    // Whether the first watch is still sent is left to chance.
+    assert!(matches!(requests, 3 | 4), "{requests} requests: two lists and one or two watches");
 }
 
 /// A body that never ends.

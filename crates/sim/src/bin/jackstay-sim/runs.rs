@@ -115,10 +115,10 @@ fn check(scenario: Subject, seed: u64, twice: bool) -> Result<(), String> {
 
 /// Runs a seed in a process of its own. Returns its output, or as an error if a promise is broken.
 fn run_process(scenario: Subject, seed: u64) -> Result<String, String> {
-    let output = std::env::current_exe().and_then(|program| {
-        let seed = seed.to_string();
-        Command::new(program).args(["--scenario", scenario.name(), "--seed", &seed]).output()
-    });
+    let seed_text = seed.to_string();
+    // This program, also when a build has replaced its file.
+    let mut run = Command::new("/proc/self/exe");
+    let output = run.args(["--scenario", scenario.name(), "--seed", &seed_text]).output();
     let output = output.map_err(|error: io::Error| format!("cannot run the simulator: {error}"))?;
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     if output.status.success() {

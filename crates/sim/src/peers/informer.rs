@@ -285,8 +285,9 @@ impl Informer {
         if next == Next::Stop { findings.list_open(since) } else { findings.list(false, since) }
     }
 
-    /// Sends a watch and waits for its head. An error is what follows. Only after a refused list by a watch client-go
-    /// asks for any version (`reflector.go`, `watchList`): a list names the version that a watch was too old for.
+    /// Sends a watch and waits for its head. An error is what follows. If a list by a watch was too old, client-go asks
+    /// for the most recent version next (`reflector.go`, `watchList`); after any other watch, the list names the
+    /// version that the informer has.
     async fn open(
         &mut self,
         request: u64,

@@ -38,8 +38,8 @@ async fn expect_served(testbed: &Testbed, proxy: &Proxy) {
     }
 }
 
-/// The bytes that one user may hold who is alone: half of the three quarters that clients without an identity share
-/// (`core/admission/memory_budget.rs`).
+/// A single user without an identity may hold so many bytes: all such clients share three quarters of the limit, and a
+/// user gets half of what the others leave (`core/admission/memory_budget.rs`).
 const fn share_of_source(limit: usize) -> u64 {
     (limit / 4 * 3 / 2) as u64
 }

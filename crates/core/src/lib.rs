@@ -46,6 +46,7 @@ pub mod error_report;
 pub mod fault_lines;
 pub mod flow_health;
 pub mod frame_budgets;
+pub mod group_health;
 pub mod header_table;
 pub mod http2_frames;
 pub mod kubernetes_features;

@@ -7,6 +7,7 @@
 //! | state of the endpoint | in the order of [`EndpointState`]: ready, connecting, degraded, … |
 //! | the request failed on this connection | no |
 //! | the endpoint refused the request | no |
+//! | the API group of the request fails at the endpoint | no |
 //! | version of the endpoint | as the caller ranks it ([`Preference::version`]); after a failure by silence only for a watch, because recently received bytes matter more |
 //! | the endpoint is a fallback | no |
 //! | its watch cache is known to have reached the wanted version | yes |
@@ -106,6 +107,8 @@ pub enum PreviousFailure {
 /// What the caller knows of a candidate for one request.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Preference {
+    /// Whether the API group of the request fails at the endpoint ([`crate::group_health`]).
+    pub group_fails: bool,
     /// How well the version of the endpoint suits the request; lower is better.
     pub version: u8,
     /// Whether the watch cache of the endpoint is not known to have reached the version that the request asks for.
@@ -188,7 +191,7 @@ fn rank(
     candidate: &Candidate,
     required: &StreamRequirements,
     preference: Preference,
-) -> (EndpointState, bool, bool, u8, bool, bool, bool) {
+) -> (EndpointState, bool, bool, bool, u8, bool, bool, bool) {
     let (failed_on, refused_by, ignores_version) = match required.previous_failure {
         None => (None, None, false),
         Some(PreviousFailure::Silence(connection)) => {
@@ -200,6 +203,7 @@ fn rank(
         candidate.endpoint_state,
         failed_on == Some(candidate.connection),
         refused_by == Some(candidate.endpoint),
+        preference.group_fails,
         if ignores_version { 0 } else { preference.version },
         candidate.is_fallback,
         preference.is_behind,

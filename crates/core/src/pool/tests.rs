@@ -202,7 +202,7 @@ fn select_after_silence_takes_connections_that_received_bytes_recently() {
     assert_eq!(taken(&table, &required(false, silence), SCOPE, &[]), [1, 3]);
     assert_eq!(taken(&table[..2], &required(false, silence), SCOPE, &[]), [1]);
     assert_eq!(taken(&table, &required(false, None), SCOPE, &[]), [0, 1, 2, 3]);
-    let other_version = [Preference { version: 1, is_behind: false }; 2];
+    let other_version = [Preference { version: 1, ..Preference::default() }; 2];
     let preferences = [other_version[0], other_version[1], Preference::default()];
     let all = [received(0, 0), received(1, 0), received(3, 0)];
     assert_eq!(taken(&all, &required(false, silence), SCOPE, &preferences), [0, 1, 2]);

@@ -21,6 +21,8 @@
 //! | Sent, Parallel | `Responded` | Ended | `Respond`; the other attempts are cancelled |
 //! | Sent, or Parallel without another attempt | `Failed`: the request may be sent again | Acquiring, next round | `Retry` |
 //! | the same | `Failed`: it may not | Ended | `Refuse` |
+//! | Sent, or Parallel without another attempt | `Failed`: the group is unavailable at each ready endpoint | Pausing, next round | `PauseRetry` |
+//! | Pausing | `PauseEnded` | Acquiring | `Retry` |
 //! | any | an input that is impossible in it | Ended | `Refuse` with `internal_error`; a panic with debug assertions |
 //!
 //! Whether a request may be sent again follows from the stage of its failure ([`retry::decide`]). Some stages ask for
@@ -31,6 +33,8 @@
 //! | *too old* | the endpoint | [`Facts::may_ask_other`] |
 //! | *rejected* | all that reject ([`Facts::record_rejection`]) | it is the first rejection, and [`Facts::may_ask_other`] |
 //! | *starting* | those that are not asked ([`Facts::not_asked_after_refusal`]) | it is the first refusal, others may be asked, and there is a token for a hedge |
+//! | *group failed*, *group unavailable* | those at which the group fails | a ready one is left, and there is a token ([`Facts::take_group_token`]) |
+//! | *group unavailable*, none is left | none | after a pause, if the group is unavailable since a moment, and there is a token ([`Facts::may_ask_unavailable_group`]) |
 //! | *not reached* | the endpoint, or none ([`AfterNotReached`]) | [`ConsistentRead::not_reached`] |
 //!
 //! # Hedges
@@ -42,6 +46,8 @@
 //! |---|---|---|---|
 //! | sent | `Troubled`, it may be hedged, and there is a token | in trouble; a hedge waits for a stream | `Hedge` |
 //! | sent | `Troubled`, there is no token | in trouble; it is not hedged any more | `Probe` |
+//! | first, sent, a safe request | `Slow`, another ready endpoint serves the group, and there is a token ([`Facts::take_group_token`]) | in trouble; a hedge waits for a stream | `Hedge` on another endpoint |
+//! | first, sent | `Slow`, otherwise | the same; it is not reported again | `Wait` |
 //! | sent | `Troubled`, it is not hedged or is the last of [`MAX_PARALLEL`] | in trouble | `Wait` |
 //! | hedge without a stream | `Granted` | sent | `Send` |
 //! | hedge without a stream | the request gets its response, the hedged attempt is given up, or the client abandons the request | it is cancelled, and its token goes back to the budget | |
@@ -77,6 +83,7 @@ use super::overload_rejection;
 use super::retry::{self, ATTEMPTS, RetryDecision, RetryRefusal, Stage};
 use super::start_up;
 use super::status_error::StatusError;
+use crate::backoff::Backoff;
 use crate::pool::{EndpointKey, PreviousFailure, StreamRequirements};
 use crate::reads::{AfterNotReached, ConsistentRead};
 use crate::watch::session::max_outage_jitter;
@@ -99,6 +106,11 @@ const PROBE_INTERVAL: Duration = Duration::from_secs(1);
 /// Interval of the checks of connection and endpoint after [`HEARTBEAT_MIN_WAIT`].
 const HEALTH_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
+/// The pauses before a request of a group that is unavailable is sent again: about 50, 100, 200 and 400 ms. An apiserver
+/// that reaches the server of the group corrects the shared state as soon as it sees the change.
+const UNAVAILABLE: Backoff =
+    Backoff::new(Duration::from_millis(50), Duration::from_millis(400)).with_factors(0.75, 1.25);
+
 /// The attempts at one request.
 #[derive(Debug)]
 pub struct Attempts<C> {
@@ -119,6 +131,8 @@ pub struct Attempts<C> {
     rejection: Option<Box<HeldResponse>>,
     /// An endpoint that has been up longer was asked after a refusal.
     asked_longer_up: bool,
+    /// The late head of the first attempt of a round was reported.
+    is_slow: bool,
     /// `None` if the versions of the request mean nothing for its client.
     read: Option<ConsistentRead>,
     /// How the request continues after the last endpoint that had not reached its version.
@@ -134,6 +148,8 @@ enum State<C> {
     /// The first attempt is sent, and its connection is not in trouble.
     Sent,
     Parallel(Parallel<C>),
+    /// Before the next round.
+    Pausing,
     Ended,
 }
 
@@ -145,6 +161,7 @@ impl<C> State<C> {
             Self::Holding(_) => "Holding",
             Self::Sent => "Sent",
             Self::Parallel(_) => "Parallel",
+            Self::Pausing => "Pausing",
             Self::Ended => "Ended",
         }
     }
@@ -187,6 +204,7 @@ impl<C> Attempts<C> {
             failed: None,
             rejection: None,
             asked_longer_up: false,
+            is_slow: false,
             read,
             after_not_reached: None,
         }
@@ -203,6 +221,11 @@ impl<C> Attempts<C> {
             parallel.cancel_after(0, &mut self.hedges);
         }
         self.state = State::Ended;
+    }
+
+    /// Whether the last hedge follows a late head, so that its token is of the budget of groups.
+    pub fn is_hedged_as_slow(&self) -> bool {
+        self.hedges.is_for_slow
     }
 
     /// What has happened to hedges since the last call, to be counted. Some of it returns a token to the budget
@@ -253,7 +276,10 @@ impl<C> Attempts<C> {
     /// What an attempt waits for; `None` if it has ended. The stream of such an attempt is closed.
     pub fn awaited(&self, attempt: usize) -> Option<Awaited> {
         match &self.state {
-            State::Sent => (attempt == 0).then_some(Awaited::Trouble),
+            State::Sent if attempt == 0 => {
+                let may_be_slow = !self.is_slow && retry::may_hedge(self.kind);
+                Some(Awaited::Trouble { may_be_slow })
+            }
             State::Parallel(parallel) => parallel.awaited(attempt),
             _ => None,
         }
@@ -292,19 +318,20 @@ impl<C> Attempts<C> {
             AttemptInput::Responded { attempt } => self.on_responded(attempt),
             AttemptInput::NoStream { reason } => self.on_no_stream(reason, facts),
             AttemptInput::Failed { attempt, failure } => {
-                self.on_failed(attempt, failure, facts, now)
+                self.on_failed(attempt, failure, facts, (now, rng))
             }
             AttemptInput::OutageEnded { held } => {
                 let delay = max_outage_jitter(held, false).mul_f64(rng.f64());
                 self.is_holding().then_some(AttemptEffect::Pause { delay })
             }
-            AttemptInput::PauseEnded => self.is_holding().then_some(AttemptEffect::Acquire),
+            AttemptInput::PauseEnded => self.on_pause_ended(),
             AttemptInput::HoldEnded => self.on_hold_ended(),
             AttemptInput::HeartbeatDue => self.on_heartbeat_due(facts, now),
             AttemptInput::Troubled { .. }
             | AttemptInput::Silent { .. }
             | AttemptInput::HedgeDue { .. }
-            | AttemptInput::NoHedgeStream { .. } => self.on_parallel(&input, facts, now),
+            | AttemptInput::Slow { .. }
+            | AttemptInput::NoHedgeStream { .. } => self.on_parallel(&input, facts, (now, rng)),
             AttemptInput::NotExecutable => None,
         }
     }
@@ -356,7 +383,7 @@ impl<C> Attempts<C> {
         &mut self,
         input: &AttemptInput<C>,
         facts: &impl Facts<C>,
-        now: Instant,
+        (now, rng): (Instant, &mut Rng),
     ) -> Option<AttemptEffect> {
         if matches!(self.state, State::Sent) {
             self.state = State::Parallel(Parallel::new());
@@ -368,11 +395,17 @@ impl<C> Attempts<C> {
                 let is_safe = retry::may_hedge(self.kind);
                 parallel.troubled(attempt, is_safe, facts, hedges, now)
             }
+            AttemptInput::Slow { attempt: 0 } => {
+                self.is_slow = true;
+                let may_hedge = retry::may_hedge(self.kind) && facts.has_whole_body();
+                let is_hedged = may_hedge && facts.take_group_token().is_some();
+                Some(parallel.slow(is_hedged, hedges, now))
+            }
             AttemptInput::HedgeDue { attempt } => parallel.hedge_due(attempt, facts, hedges),
             AttemptInput::Silent { attempt } => parallel.silent(attempt, facts, now),
             AttemptInput::NoHedgeStream { attempt } => {
                 let next = parallel.no_stream(attempt, hedges, now);
-                self.after(next, facts)
+                self.after(next, facts, rng)
             }
             _ => None,
         }
@@ -383,26 +416,31 @@ impl<C> Attempts<C> {
         attempt: usize,
         failure: AttemptFailure<C>,
         facts: &impl Facts<C>,
-        now: Instant,
+        (now, rng): (Instant, &mut Rng),
     ) -> Option<AttemptEffect> {
         match &mut self.state {
-            State::Sent if attempt == 0 => Some(self.round_failed(failure, facts)),
+            State::Sent if attempt == 0 => Some(self.round_failed(failure, facts, rng)),
             State::Parallel(parallel) => {
                 let is_silent = facts.connection(&failure.connection).is_silent;
                 let is_given_up = is_silent && !facts.has_live();
                 let hedges = &mut self.hedges;
                 let next = parallel.failed(attempt, failure, is_given_up, hedges, now);
-                self.after(next, facts)
+                self.after(next, facts, rng)
             }
             _ => None,
         }
     }
 
     /// Continues after a parallel attempt has ended.
-    fn after(&mut self, next: Next<C>, facts: &impl Facts<C>) -> Option<AttemptEffect> {
+    fn after(
+        &mut self,
+        next: Next<C>,
+        facts: &impl Facts<C>,
+        rng: &mut Rng,
+    ) -> Option<AttemptEffect> {
         match next {
             Next::Wait => Some(AttemptEffect::Wait),
-            Next::RoundFailed(failure) => Some(self.round_failed(failure, facts)),
+            Next::RoundFailed(failure) => Some(self.round_failed(failure, facts, rng)),
             Next::Impossible => None,
         }
     }
@@ -412,22 +450,35 @@ impl<C> Attempts<C> {
         &mut self,
         mut failure: AttemptFailure<C>,
         facts: &impl Facts<C>,
+        rng: &mut Rng,
     ) -> AttemptEffect {
         if let Some(heartbeat) = &mut self.heartbeat {
             heartbeat.due = None;
         }
         let (connection, body) = (facts.connection(&failure.connection), facts.body());
         let is_held = body == BodyState::Held;
+        let mut pauses = false;
         let (is_retried, refusal) =
             match retry::decide(self.kind, failure.stage, is_held, self.round) {
                 RetryDecision::Retry => (true, None),
-                RetryDecision::RetryAtOtherEndpoint => (self.asks_other(&failure, facts), None),
+                RetryDecision::RetryAtOtherEndpoint => {
+                    let asks_other = self.asks_other(&failure, facts);
+                    let is_unavailable = failure.stage == Stage::GroupUnavailable;
+                    pauses = !asks_other && is_unavailable && facts.may_ask_unavailable_group();
+                    (asks_other || pauses, None)
+                }
                 RetryDecision::Refuse(refusal) => (false, Some(refusal)),
             };
         self.keep_rejection(&mut failure, is_retried);
         if is_retried {
+            let delay = UNAVAILABLE.after(self.round).random_pause(rng);
             self.failed = Some(Box::new(FailedRound { failure, connection }));
             self.round += 1;
+            if pauses {
+                self.excluded.clear();
+                self.state = State::Pausing;
+                return AttemptEffect::PauseRetry { delay };
+            }
             self.state = State::Acquiring;
             return AttemptEffect::Retry;
         }
@@ -463,6 +514,12 @@ impl<C> Attempts<C> {
                 self.asked_longer_up = true;
                 true
             }
+            Stage::GroupFailed | Stage::GroupUnavailable => {
+                let failing = facts.take_group_token();
+                let is_other_left = failing.is_some();
+                self.excluded.extend(failing.into_iter().flatten());
+                is_other_left
+            }
             Stage::NotReached => self.asks_other_for_version(failure, facts),
             _ => {
                 self.excluded.push(endpoint);
@@ -495,7 +552,9 @@ impl<C> Attempts<C> {
     fn keep_rejection(&mut self, failure: &mut AttemptFailure<C>, is_retried: bool) {
         let kept = self.rejection.as_ref().map(|kept| kept.0.status.as_u16());
         let is_kept = match failure.stage {
-            Stage::Rejected | Stage::Starting => kept.is_none_or(start_up::is_refusal),
+            Stage::Rejected | Stage::Starting | Stage::GroupFailed | Stage::GroupUnavailable => {
+                kept.is_none_or(start_up::is_refusal)
+            }
             Stage::TooOld => true,
             Stage::NotReached => {
                 !self.read.as_ref().is_some_and(ConsistentRead::has_floor) || !is_retried
@@ -528,6 +587,17 @@ impl<C> Attempts<C> {
 
     fn hold(&self) -> AttemptEffect {
         AttemptEffect::Hold { until: self.hold_until }
+    }
+
+    fn on_pause_ended(&mut self) -> Option<AttemptEffect> {
+        match self.state {
+            State::Holding(_) => Some(AttemptEffect::Acquire),
+            State::Pausing => {
+                self.state = State::Acquiring;
+                Some(AttemptEffect::Retry)
+            }
+            _ => None,
+        }
     }
 
     fn on_hold_ended(&mut self) -> Option<AttemptEffect> {

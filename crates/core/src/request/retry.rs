@@ -36,6 +36,13 @@
 //! A request that changes nothing is then sent to one other endpoint that has been up longer, within the budget of hedges.
 //! The client gets the response of that endpoint, or the refusal if it has none.
 //!
+//! A response that shows that the endpoint cannot serve the API group of the request ([`crate::group_health`]) is in the
+//! stage *group failed*. A request that changes nothing is then sent to one after another of the ready endpoints at which
+//! the group is not known to fail. If the aggregator says that the group is unavailable, the stage is *group
+//! unavailable*: if all endpoints do, the request is sent again after a short pause, because apiservers share that state,
+//! and one that has lost its path changes it for all. Both are within a budget. The client gets the first of these responses
+//! if no other endpoint accepts the request. A write is never sent again for this reason.
+//!
 //! A heartbeat on an apiserver that is not healthy is in the stage *unanswered* after 4 s, and fails
 //! (a heartbeat).
 //!
@@ -68,6 +75,10 @@ pub enum Stage {
     Rejected,
     /// The response is a 401 or 403, and the process of the apiserver may have just started.
     Starting,
+    /// The response shows that the endpoint cannot serve the API group ([`crate::group_health::GroupSignal::Failed`]).
+    GroupFailed,
+    /// The response says that the API group is unavailable ([`crate::group_health::GroupSignal::Unavailable`]).
+    GroupUnavailable,
     /// The request was sent, and no response head arrived.
     NoHead,
     /// The request is a heartbeat, and jackstay has ended it before its response had arrived
@@ -88,8 +99,25 @@ impl Stage {
             Self::NotReached => "not_reached",
             Self::Rejected => "rejected",
             Self::Starting => "starting",
+            Self::GroupFailed => "group_failed",
+            Self::GroupUnavailable => "group_unavailable",
             Self::NoHead | Self::Unanswered | Self::HeadHeld => "lost",
         }
+    }
+}
+
+impl Stage {
+    /// Whether the apiserver has answered, and another one may accept the request.
+    const fn is_rejection(self) -> bool {
+        matches!(
+            self,
+            Self::TooOld
+                | Self::NotReached
+                | Self::Rejected
+                | Self::Starting
+                | Self::GroupFailed
+                | Self::GroupUnavailable
+        )
     }
 }
 
@@ -134,8 +162,7 @@ pub fn decide(kind: RequestKind, stage: Stage, body_is_held: bool, attempt: u32)
         RetryDecision::Refuse(RetryRefusal::BodyNotHeld)
     } else if attempt >= ATTEMPTS {
         RetryDecision::Refuse(RetryRefusal::AttemptsExhausted)
-    } else if matches!(stage, Stage::TooOld | Stage::NotReached | Stage::Rejected | Stage::Starting)
-    {
+    } else if stage.is_rejection() {
         RetryDecision::RetryAtOtherEndpoint
     } else {
         RetryDecision::Retry
@@ -171,14 +198,15 @@ pub const fn may_ask_after_rejection(kind: RequestKind) -> bool {
 }
 
 /// The stage of an attempt whose response has this status, if it rejects the request in a way that another endpoint may
-/// not: 410 (too old), 504 (not reached), 429 and 503 (rejected), 401 and 403 (starting). Headers and body decide whether
-/// it does ([`overload_rejection`](super::overload_rejection)), or the uptime of the endpoint
-/// ([`start_up`]). `None` if the client gets the response.
+/// not: 410 (too old), 504 (not reached), 429 and 503 (rejected), 401 and 403 (starting), 500 (group failed). Headers and
+/// body decide whether it does ([`overload_rejection`](super::overload_rejection)), also of which of several kinds
+/// ([`crate::group_health`]), or the uptime of the endpoint ([`start_up`]). `None` if the client gets the response.
 pub const fn stage_of_rejection(kind: RequestKind, status: u16) -> Option<Stage> {
     let stage = match status {
         410 => Stage::TooOld,
         504 => Stage::NotReached,
         429 | 503 => Stage::Rejected,
+        500 => Stage::GroupFailed,
         _ if start_up::is_refusal(status) => Stage::Starting,
         _ => return None,
     };
@@ -203,9 +231,7 @@ pub fn client_error(
     is_connection_dead: bool,
     reason: &str,
 ) -> StatusError {
-    use Stage::{NotReached, NotSent, Rejected, Starting, TooOld, Unprocessed};
-    let unprocessed =
-        matches!(stage, NotSent | Unprocessed | TooOld | NotReached | Rejected | Starting);
+    let unprocessed = matches!(stage, Stage::NotSent | Stage::Unprocessed) || stage.is_rejection();
     if kind == RequestKind::Watch && (unprocessed || is_connection_dead) {
         StatusError::no_upstream_for_watch(reason)
     } else if unprocessed && !body_is_held {
@@ -228,20 +254,31 @@ mod tests {
     use super::*;
     use RequestKind::{Log, NonMutating, Read, Tunnel, Watch, Write};
     use Stage::{
-        HeadHeld, NoHead, NotReached, NotSent, Rejected, Starting, TooOld, Unanswered, Unprocessed,
+        GroupFailed, GroupUnavailable, HeadHeld, NoHead, NotReached, NotSent, Rejected, Starting,
+        TooOld, Unanswered, Unprocessed,
     };
 
-    const STAGES: [Stage; 8] =
-        [NotSent, Unprocessed, TooOld, NotReached, Rejected, Starting, NoHead, HeadHeld];
+    const STAGES: [Stage; 10] = [
+        NotSent,
+        Unprocessed,
+        TooOld,
+        NotReached,
+        Rejected,
+        Starting,
+        GroupFailed,
+        GroupUnavailable,
+        NoHead,
+        HeadHeld,
+    ];
 
     /// For each kind, whether it may be repeated in each of [`STAGES`], and whether it is resumed.
-    const TABLE: [(RequestKind, [bool; 8], bool); 6] = [
-        (Read, [true, true, false, true, true, true, true, true], false),
-        (Watch, [true, true, true, true, true, true, true, true], true),
-        (Log, [true, true, false, false, true, true, true, true], false),
-        (Write, [true, true, false, false, false, false, false, false], false),
-        (NonMutating, [true, true, false, false, true, true, true, true], false),
-        (Tunnel, [true, false, false, false, false, false, false, false], false),
+    const TABLE: [(RequestKind, [bool; 10], bool); 6] = [
+        (Read, [true, true, false, true, true, true, true, true, true, true], false),
+        (Watch, [true; 10], true),
+        (Log, [true, true, false, false, true, true, true, true, true, true], false),
+        (Write, [true, true, false, false, false, false, false, false, false, false], false),
+        (NonMutating, [true, true, false, false, true, true, true, true, true, true], false),
+        (Tunnel, [true, false, false, false, false, false, false, false, false, false], false),
     ];
 
     #[test]
@@ -252,9 +289,7 @@ mod tests {
                 let case = format!("{kind:?} {stage:?}");
                 let expected = match (may_repeat, stage) {
                     (false, _) => RetryDecision::Refuse(RetryRefusal::Unsafe),
-                    (true, TooOld | NotReached | Rejected | Starting) => {
-                        RetryDecision::RetryAtOtherEndpoint
-                    }
+                    (true, stage) if stage.is_rejection() => RetryDecision::RetryAtOtherEndpoint,
                     (true, _) => RetryDecision::Retry,
                 };
                 assert_eq!(decide(kind, stage, true, 1), expected, "{case}");
@@ -282,13 +317,14 @@ mod tests {
                 (503, Rejected),
                 (401, Starting),
                 (403, Starting),
+                (500, GroupFailed),
             ] {
                 let mut stages = STAGES.into_iter().zip(may_repeat_in_stage);
                 let may_repeat = stages.any(|(other, may_repeat)| other == stage && may_repeat);
                 let expected = may_repeat.then_some(stage);
                 assert_eq!(stage_of_rejection(kind, status), expected, "{kind:?} {status}");
             }
-            for status in [200, 404, 409, 500, 502] {
+            for status in [200, 404, 409, 501, 502] {
                 assert_eq!(stage_of_rejection(kind, status), None, "{kind:?} {status}");
             }
         }

@@ -23,6 +23,12 @@ const TOO_OLD_BURST: usize = 512;
 /// Burst of requests to another endpoint after a rejection for overload: the requests that one connection to the
 /// rejecting apiserver carries.
 const REJECTED_BURST: usize = 128;
+/// Burst of additional requests of API groups that fail at an endpoint: those that wait there when it loses its path.
+const GROUPS_BURST: usize = 64;
+/// Tokens of that burst that are kept for other endpoints, while a group is unavailable at all.
+const GROUPS_RESERVE: f64 = 48.0;
+/// Tokens that a request of a group that is not built in earns for such requests.
+const TOKENS_PER_GROUP_REQUEST: f64 = 0.05;
 /// Tokens that one request of a client earns.
 const TOKENS_PER_REQUEST: f64 = 0.1;
 
@@ -42,6 +48,11 @@ impl RetryBudget {
         Self::full(REJECTED_BURST)
     }
 
+    /// A budget for requests of API groups that fail at an endpoint ([`crate::group_health`]).
+    pub fn groups() -> Self {
+        Self::full(GROUPS_BURST)
+    }
+
     fn full(burst: usize) -> Self {
         Self { burst: burst as f64, tokens: Cell::new(burst as f64) }
     }
@@ -49,6 +60,21 @@ impl RetryBudget {
     /// Adds the share of one client request.
     pub fn deposit(&self) {
         self.add(TOKENS_PER_REQUEST);
+    }
+
+    /// Adds the share of one request to a budget for groups.
+    pub fn deposit_for_group(&self) {
+        self.add(TOKENS_PER_GROUP_REQUEST);
+    }
+
+    /// Whether a token is left.
+    pub fn has_token(&self) -> bool {
+        self.tokens.get() >= 1.0
+    }
+
+    /// Takes one token of those that are not kept for other endpoints. Returns false if none is left.
+    pub fn take_unreserved(&self) -> bool {
+        self.tokens.get() > GROUPS_RESERVE && self.take()
     }
 
     /// Takes one token. Returns false if none is left.
@@ -66,6 +92,11 @@ impl RetryBudget {
         self.add(1.0);
     }
 
+    /// Puts back the tokens of requests that were answered.
+    pub fn release_all(&self, tokens: u8) {
+        self.add(f64::from(tokens));
+    }
+
     fn add(&self, tokens: f64) {
         self.tokens.set((self.tokens.get() + tokens).min(self.burst));
     }
@@ -74,6 +105,20 @@ impl RetryBudget {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn budget_of_groups_keeps_a_reserve_and_refills_by_a_twentieth() {
+        let budget = RetryBudget::groups();
+        let unreserved = (0..1_000).filter(|_| budget.take_unreserved()).count();
+        assert_eq!(unreserved, GROUPS_BURST - GROUPS_RESERVE as usize);
+        assert_eq!((0..1_000).filter(|_| budget.take()).count(), GROUPS_RESERVE as usize);
+        assert!(!budget.has_token());
+        (0..1_000).for_each(|_| budget.deposit_for_group());
+        assert!(budget.has_token());
+        assert_eq!((0..1_000).filter(|_| budget.take()).count(), 50);
+        budget.release_all(3);
+        assert_eq!((0..1_000).filter(|_| budget.take()).count(), 3);
+    }
 
     #[test]
     fn retry_budget_refills_by_a_tenth_and_never_exceeds_its_burst() {

@@ -43,6 +43,11 @@ impl DeliveryPace {
         !delivers
     }
 
+    /// How long ago the last chunk arrived.
+    pub fn silence(&self, now: Instant) -> Duration {
+        now.saturating_duration_since(self.last)
+    }
+
     /// Whether the watch was delivering and has fallen silent.
     pub fn has_fallen_silent(&self, now: Instant) -> bool {
         self.interval.is_some_and(|interval| {

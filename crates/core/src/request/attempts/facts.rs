@@ -42,6 +42,13 @@ pub trait Facts<C> {
     /// ([`crate::request::start_up::not_asked_after`]).
     fn not_asked_after_refusal(&self, endpoint: EndpointKey) -> Option<Vec<EndpointKey>>;
 
+    /// The endpoints at which the API group of the request fails, if a ready one is left and the budget has a token, which
+    /// this takes.
+    fn take_group_token(&self) -> Option<Vec<EndpointKey>>;
+
+    /// Whether the API group is unavailable only since a moment, and the budget has a token, which this takes.
+    fn may_ask_unavailable_group(&self) -> bool;
+
     /// Whether a ready endpoint other than these is left.
     fn has_ready_besides(&self, besides: &[EndpointKey]) -> bool;
 }

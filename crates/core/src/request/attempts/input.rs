@@ -30,6 +30,9 @@ pub enum AttemptInput<C> {
     Failed { attempt: usize, failure: AttemptFailure<C> },
     /// The request should not rely on the connection of this attempt alone ([`Awaited::Trouble`]).
     Troubled { attempt: usize },
+    /// The safe request of a group that is not built in has waited for its response head for the time of
+    /// [`crate::group_health::GroupHealth::head_wait`], and its connection is not in trouble ([`Awaited::Trouble`]).
+    Slow { attempt: usize },
     /// The pause after a failed hedge is over, and the connection is in trouble ([`Awaited::Loss`]).
     HedgeDue { attempt: usize },
     /// The connection of a safe request is silent.
@@ -38,7 +41,7 @@ pub enum AttemptInput<C> {
     HeartbeatDue,
     /// The new watch was held for this time, and an attempt may succeed again.
     OutageEnded { held: Duration },
-    /// [`AttemptEffect::Pause`] is over.
+    /// [`AttemptEffect::Pause`] or [`AttemptEffect::PauseRetry`] is over.
     PauseEnded,
     /// The deadline of [`AttemptEffect::Hold`] has passed, or the listener drains.
     HoldEnded,
@@ -56,6 +59,7 @@ impl<C> AttemptInput<C> {
             Self::Responded { .. } => "Responded",
             Self::Failed { .. } => "Failed",
             Self::Troubled { .. } => "Troubled",
+            Self::Slow { .. } => "Slow",
             Self::HedgeDue { .. } => "HedgeDue",
             Self::Silent { .. } => "Silent",
             Self::HeartbeatDue => "HeartbeatDue",
@@ -89,6 +93,8 @@ pub enum AttemptEffect {
     Hold { until: Instant },
     /// Wait for this time, with the same limits, and until the client's identity is confirmed.
     Pause { delay: Duration },
+    /// Wait for this time, then continue with [`Self::Retry`].
+    PauseRetry { delay: Duration },
     /// Forward the response of this attempt. All others are cancelled.
     Respond { attempt: usize },
     /// Answer the client without a response of an attempt.
@@ -137,7 +143,9 @@ impl<C> AttemptFailure<C> {
             | Stage::TooOld
             | Stage::NotReached
             | Stage::Rejected
-            | Stage::Starting => PreviousFailure::Refusal(connection, self.endpoint),
+            | Stage::Starting
+            | Stage::GroupFailed
+            | Stage::GroupUnavailable => PreviousFailure::Refusal(connection, self.endpoint),
             Stage::NotSent | Stage::NoHead | Stage::Unanswered | Stage::HeadHeld => {
                 PreviousFailure::Silence(connection)
             }
@@ -150,8 +158,9 @@ impl<C> AttemptFailure<C> {
 pub enum Awaited {
     /// A stream.
     Stream,
-    /// Trouble of its connection ([`AttemptInput::Troubled`]).
-    Trouble,
+    /// Trouble of its connection ([`AttemptInput::Troubled`]). `may_be_slow`: also a late response head
+    /// ([`AttemptInput::Slow`]).
+    Trouble { may_be_slow: bool },
     /// The loss of its connection ([`AttemptInput::Failed`]). `silence_from`: from this time on also its silence
     /// ([`AttemptInput::Silent`]); `None` for a request that must not be sent twice. `hedge_from`: from this time on
     /// also trouble ([`AttemptInput::HedgeDue`]).

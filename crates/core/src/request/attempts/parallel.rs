@@ -22,6 +22,8 @@ pub(super) struct Hedges {
     pub(super) sent: u32,
     /// What has not been counted yet.
     pub(super) outcomes: Vec<HedgeOutcome>,
+    /// The last hedge follows a late head, and has taken a token of the budget of groups.
+    pub(super) is_for_slow: bool,
 }
 
 impl Hedges {
@@ -97,7 +99,7 @@ impl<C> Parallel<C> {
     /// What an attempt waits for; `None` if it has ended.
     pub(super) fn awaited(&self, attempt: usize) -> Option<Awaited> {
         match *self.0.get(attempt)? {
-            Attempt::Sent => Some(Awaited::Trouble),
+            Attempt::Sent => Some(Awaited::Trouble { may_be_slow: false }),
             Attempt::Troubled { hedging, silence_from } => {
                 let hedge_from = match hedging {
                     Hedging::Paused { until, .. } => Some(until),
@@ -129,6 +131,24 @@ impl<C> Parallel<C> {
         Some(effect)
     }
 
+    /// The response head of the first attempt is late. `is_hedged`: it is hedged on another endpoint.
+    pub(super) fn slow(
+        &mut self,
+        is_hedged: bool,
+        hedges: &mut Hedges,
+        now: Instant,
+    ) -> AttemptEffect {
+        let [first @ Attempt::Sent] = &mut self.0[..] else { return AttemptEffect::Wait };
+        if !is_hedged {
+            return AttemptEffect::Wait;
+        }
+        let hedging = Hedging::Running { since: hedges.sent };
+        *first = Attempt::Troubled { hedging, silence_from: Some(now) };
+        hedges.is_for_slow = true;
+        self.0.push(Attempt::Acquiring);
+        AttemptEffect::Hedge { attempt: 1, exclude: true, probe: true }
+    }
+
     /// The pause after a failed hedge is over.
     pub(super) fn hedge_due(
         &mut self,
@@ -151,6 +171,7 @@ impl<C> Parallel<C> {
         hedges: &mut Hedges,
     ) -> AttemptEffect {
         if facts.take_hedge_token() {
+            hedges.is_for_slow = false;
             self.0.push(Attempt::Acquiring);
             // All connections to a degraded endpoint are in trouble.
             let exclude = facts.has_better_endpoint(attempt);

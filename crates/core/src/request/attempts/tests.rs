@@ -1,5 +1,6 @@
 //! Tests of each row of the decision tables.
 
+mod groups;
 mod properties;
 
 use std::cell::RefCell;
@@ -76,6 +77,8 @@ struct TestFacts {
     rejecting: Vec<EndpointKey>,
     not_asked: Option<Vec<EndpointKey>>,
     has_ready: bool,
+    failing: Option<Vec<EndpointKey>>,
+    is_new: bool,
     asked: RefCell<Vec<String>>,
 }
 
@@ -94,6 +97,8 @@ impl Default for TestFacts {
             rejecting: vec![EndpointKey(1), EndpointKey(2)],
             not_asked: Some(vec![EndpointKey(1), EndpointKey(3)]),
             has_ready: true,
+            failing: Some(vec![EndpointKey(1), EndpointKey(2)]),
+            is_new: true,
             asked: RefCell::default(),
         }
     }
@@ -154,6 +159,16 @@ impl Facts<Key> for TestFacts {
         self.not_asked.clone()
     }
 
+    fn take_group_token(&self) -> Option<Vec<EndpointKey>> {
+        self.ask("Group");
+        self.failing.clone()
+    }
+
+    fn may_ask_unavailable_group(&self) -> bool {
+        self.ask("Unavailable");
+        self.is_new
+    }
+
     fn has_ready_besides(&self, besides: &[EndpointKey]) -> bool {
         self.ask(format!("Ready besides {}", besides.len()));
         self.has_ready
@@ -188,6 +203,7 @@ fn given_up(attempt: usize) -> Step {
 macro_rules! steps {
     ($($step:expr),* $(,)?) => { vec![$(Step::from($step)),*] };
 }
+use steps;
 
 /// The effect as text, without the parts that other tests check.
 fn show(effect: &AttemptEffect) -> String {
@@ -200,6 +216,10 @@ fn show(effect: &AttemptEffect) -> String {
         },
         AttemptEffect::Hold { .. } => "Hold".to_owned(),
         AttemptEffect::Pause { .. } => "Pause".to_owned(),
+        AttemptEffect::PauseRetry { delay } => {
+            assert!(*delay >= Duration::from_millis(37) && *delay <= Duration::from_millis(500));
+            "PauseRetry".to_owned()
+        }
         AttemptEffect::GiveUp { attempt, stage, .. } => format!("GiveUp {attempt} {stage:?}"),
         AttemptEffect::Send { attempt } => format!("Send {attempt}"),
         AttemptEffect::Respond { attempt } => format!("Respond {attempt}"),
@@ -503,7 +523,8 @@ fn step_hedges_only_safe_requests_with_a_whole_body() {
     check(Read, steps![granted(0), better], expected);
     for (kind, is_safe) in [(Read, true), (Write, false)] {
         let (attempts, _) = run(kind, steps![granted(0)]);
-        assert_eq!(attempts.awaited(0), Some(Awaited::Trouble));
+        let may_be_slow = retry::may_hedge(kind);
+        assert_eq!(attempts.awaited(0), Some(Awaited::Trouble { may_be_slow }));
         for step in [with(troubled(0), |world| world.has_token = false), troubled(0).into()] {
             let (attempts, _) = run(kind, steps![granted(0), step]);
             let Some(Awaited::Loss { silence_from, hedge_from: None }) = attempts.awaited(0) else {

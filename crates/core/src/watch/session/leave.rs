@@ -10,6 +10,8 @@
 //! |---|---|---|
 //! | `Drain` | would continue at its cursor | searches a stream on another connection |
 //! | `Unresponsive` | would continue or end cleanly | counts its stream as lost |
+//! | `GroupFailed`, `GroupSilent`: its API group fails at the endpoint ([`crate::group_health`]) | would continue at its cursor | searches a stream on another connection |
+//! | `GroupSilent`: the endpoint does not answer either, and nothing has arrived for a second | would not | counts its stream as lost |
 //! | `Shutdown` of the listener | would end cleanly | ends |
 //! | any | otherwise | stays, and tries again after each chunk |
 //!
@@ -59,6 +61,11 @@ pub enum LeaveReason {
     Drain,
     /// The connection does not respond; it is kept only for watches that cannot leave it.
     Unresponsive,
+    /// The API group fails at the endpoint, which answers that it cannot reach the server of the group.
+    GroupFailed,
+    /// The API group fails at the endpoint, which does not answer its requests, and nothing arrives
+    /// on the stream.
+    GroupSilent,
     /// The listener drains.
     Shutdown,
 }
@@ -102,7 +109,12 @@ impl Session {
     /// What the watch does at `now` for this reason.
     pub fn leave(&self, reason: LeaveReason, now: Instant) -> Leave {
         match reason {
-            LeaveReason::Drain if self.is_resumable() => Leave::Search,
+            LeaveReason::Drain | LeaveReason::GroupFailed | LeaveReason::GroupSilent
+                if self.is_resumable() =>
+            {
+                Leave::Search
+            }
+            LeaveReason::GroupSilent => Leave::Lose,
             LeaveReason::Unresponsive if self.can_lose_stream() => Leave::Lose,
             LeaveReason::Shutdown if self.ending_by_choice(now) == Ending::Clean => Leave::End,
             _ => Leave::Stay,
@@ -203,7 +215,7 @@ mod tests {
     #[test]
     fn watch_leaves_only_if_its_client_does_not_notice() {
         use EventType::{Added, Unknown};
-        use LeaveReason::{Drain, Shutdown, Unresponsive};
+        use LeaveReason::{Drain, GroupFailed, GroupSilent, Shutdown, Unresponsive};
         let now = Instant::now();
         // A watch in order; one whose next event would be missing; one within the initial events.
         for (name, session, drain, unresponsive, shutdown) in [
@@ -213,6 +225,9 @@ mod tests {
             ("repeatable", session(request(""), None), Leave::Stay, Leave::Lose, Leave::Stay),
         ] {
             assert_eq!(session.leave(Drain, now), drain, "{name}");
+            assert_eq!(session.leave(GroupFailed, now), drain, "{name}");
+            let silent = if drain == Leave::Search { drain } else { Leave::Lose };
+            assert_eq!(session.leave(GroupSilent, now), silent, "{name}");
             assert_eq!(session.leave(Unresponsive, now), unresponsive, "{name}");
             assert_eq!(session.leave(Shutdown, now), shutdown, "{name}");
         }

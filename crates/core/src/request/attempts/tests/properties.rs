@@ -21,18 +21,18 @@ enum Slot {
 /// Facts that are random, and change at random.
 struct RandomFacts {
     rng: RefCell<Rng>,
-    /// Tokens that were taken from the budget of hedges.
+    /// Tokens that were taken from the budgets of hedges and of groups.
     taken: Cell<u32>,
     /// Tokens that are left.
     tokens: Cell<u32>,
-    /// Requests to an endpoint that has been up longer, each of which takes a token as well.
-    longer_up: Cell<u32>,
+    /// Requests to another endpoint after a rejection, each of which takes a token as well.
+    elsewhere: Cell<u32>,
 }
 
 impl RandomFacts {
     fn new(seed: u64) -> Self {
-        let (taken, tokens, longer_up) = (Cell::new(0), Cell::new(40), Cell::new(0));
-        Self { rng: RefCell::new(Rng::with_seed(seed)), taken, tokens, longer_up }
+        let (taken, tokens, elsewhere) = (Cell::new(0), Cell::new(40), Cell::new(0));
+        Self { rng: RefCell::new(Rng::with_seed(seed)), taken, tokens, elsewhere }
     }
 
     fn is(&self, one_in: u32) -> bool {
@@ -89,8 +89,20 @@ impl Facts<Key> for RandomFacts {
 
     fn not_asked_after_refusal(&self, endpoint: EndpointKey) -> Option<Vec<EndpointKey>> {
         let found = !self.is(4);
-        self.longer_up.set(self.longer_up.get() + u32::from(found && self.tokens.get() > 0));
+        self.elsewhere.set(self.elsewhere.get() + u32::from(found && self.tokens.get() > 0));
         found.then(|| vec![endpoint])
+    }
+
+    fn take_group_token(&self) -> Option<Vec<EndpointKey>> {
+        let found = !self.is(4);
+        for counter in [&self.taken, &self.elsewhere] {
+            counter.set(counter.get() + u32::from(found));
+        }
+        found.then(|| vec![EndpointKey(1)])
+    }
+
+    fn may_ask_unavailable_group(&self) -> bool {
+        !self.is(4)
     }
 
     fn has_ready_besides(&self, _: &[EndpointKey]) -> bool {
@@ -148,10 +160,21 @@ impl Shell {
 
     fn stage(&mut self) -> Stage {
         use Stage::{
-            HeadHeld, NoHead, NotReached, NotSent, Rejected, Starting, TooOld, Unprocessed,
+            GroupFailed, GroupUnavailable, HeadHeld, NoHead, NotReached, NotSent, Rejected,
+            Starting, TooOld, Unprocessed,
         };
-        let stages =
-            [NotSent, Unprocessed, TooOld, NotReached, Rejected, Starting, NoHead, HeadHeld];
+        let stages = [
+            NotSent,
+            Unprocessed,
+            TooOld,
+            NotReached,
+            Rejected,
+            Starting,
+            GroupFailed,
+            GroupUnavailable,
+            NoHead,
+            HeadHeld,
+        ];
         stages[self.rng.usize(..stages.len())]
     }
 
@@ -193,7 +216,10 @@ impl Shell {
                 AttemptInput::NoHedgeStream { attempt }
             }
             (_, 0) if self.chance(4) => responded(attempt),
-            (Awaited::Trouble, 1 | 2) if is_free => troubled(attempt),
+            (Awaited::Trouble { may_be_slow: true }, 1) if is_free => {
+                AttemptInput::Slow { attempt }
+            }
+            (Awaited::Trouble { .. }, 1 | 2) if is_free => troubled(attempt),
             (Awaited::Loss { silence_from: Some(_), .. }, 1) if is_free => {
                 AttemptInput::Silent { attempt }
             }
@@ -213,9 +239,14 @@ impl Shell {
         let mut input = self.acquire();
         for steps in 1..10 * MAX_RANDOM {
             self.free = self.free.saturating_sub(1);
+            let is_slow = matches!(input, AttemptInput::Slow { .. });
             let mut rng = self.rng.fork();
             let effect = self.attempts.step(input, &self.facts, self.now, &mut rng);
             self.count();
+            if is_slow && matches!(effect, AttemptEffect::Hedge { .. }) {
+                // The token is that of a hedge.
+                self.facts.elsewhere.set(self.facts.elsewhere.get() - 1);
+            }
             if let AttemptEffect::Respond { attempt } = effect {
                 assert_eq!(self.slots[attempt], Slot::Sent);
                 self.follow();
@@ -249,6 +280,10 @@ impl Shell {
                 AttemptInput::OutageEnded { held: Duration::from_secs(self.rng.u64(..100)) }
             }
             AttemptEffect::Pause { .. } if self.chance(2) => AttemptInput::PauseEnded,
+            AttemptEffect::PauseRetry { .. } => {
+                assert_eq!(self.slots, [Slot::Ended; MAX_PARALLEL]);
+                AttemptInput::PauseEnded
+            }
             AttemptEffect::Hold { .. } | AttemptEffect::Pause { .. } => AttemptInput::HoldEnded,
             AttemptEffect::Wait | AttemptEffect::Probe { .. } => self.event(),
             AttemptEffect::Respond { .. } | AttemptEffect::Refuse(_) => unreachable!(),
@@ -272,10 +307,13 @@ impl Shell {
 
     /// Counts the outcomes of hedges.
     fn count(&mut self) {
+        let is_slow = self.attempts.is_hedged_as_slow();
         for outcome in self.attempts.hedge_outcomes() {
             self.reported += u32::from(outcome == HedgeOutcome::Cancelled);
-            self.returned += u32::from(outcome == HedgeOutcome::NoConnection);
-            if outcome.returns_token() {
+            if outcome == HedgeOutcome::NoConnection {
+                self.returned += 1;
+            }
+            if outcome.returns_token() && !is_slow {
                 self.facts.tokens.set(self.facts.tokens.get() + 1);
             }
         }
@@ -316,8 +354,8 @@ proptest! {
         prop_assert!(shell.attempts.awaited(0).is_none());
         prop_assert_eq!(shell.slots, [Slot::Ended; MAX_PARALLEL]);
         prop_assert_eq!(shell.reported, shell.cancelled);
-        // Each token was used by a hedge or by a request to an endpoint that has been up longer, or goes back.
-        let left = shell.returned + shell.hedges + shell.cancelled + shell.facts.longer_up.get();
+        // Each token was used by a hedge or by a request to another endpoint, or goes back.
+        let left = shell.returned + shell.hedges + shell.cancelled + shell.facts.elsewhere.get();
         prop_assert_eq!(shell.facts.taken.get(), left);
         prop_assert!(shell.attempts.hedge_outcomes().next().is_none());
     }

@@ -1,0 +1,400 @@
+//! Which API groups an apiserver fails to serve although it is healthy.
+//!
+//! kube-apiserver serves some groups itself. It forwards the requests of others to an aggregated apiserver, and asks a
+//! webhook to convert the objects of some custom resources. If one apiserver loses its path to such a server, its
+//! `/readyz` stays ok, and the requests of that group fail there alone:
+//!
+//! | response to a request of a group that is not built in | sent by | the group fails at this endpoint |
+//! |---|---|---|
+//! | 503, `text/plain`, "service unavailable" | the aggregator: the `APIService` has the condition `Available=False` (`proxyError` in `handler_proxy.go` of `k8s.io/kube-aggregator`) | yes. All apiservers share that state, and each that cannot reach the server sets it, until one that can corrects it: if the group fails everywhere, a safe request is sent again after a pause |
+//! | 503, `text/plain`, any other text | the aggregator, whose request to the server has failed (`responder.Error`) | yes |
+//! | 504 | the aggregator or the filter for timeouts | yes |
+//! | 500, "conversion webhook for … failed: Post …" | the converter of custom resources (`webhook_converter.go` in `k8s.io/apiextensions-apiserver`) | yes |
+//! | none for [`HEAD_WAIT`], while another endpoint answers the same request | | yes |
+//! | any other | | no; it shows that the path works |
+//!
+//! A `Status` with 503 is the answer of the aggregated apiserver, which all endpoints would forward. A failure of a built-in
+//! group concerns the whole apiserver, and `/readyz` shows that.
+//!
+//! # What follows
+//!
+//! | state of a group at an endpoint | requests | next state |
+//! |---|---|---|
+//! | works | as any | a failure: *fails*, for a pause |
+//! | fails, in its pause | prefer other endpoints | the pause is over: *due* |
+//! | due | one safe request may go there, the probe; all others as in the pause | its answer: *works*; its failure: *fails*, for twice the pause, at most [`LONGEST_PAUSE`] |
+//!
+//! A group that fails at all endpoints is preferred at none: each request is sent once, and its client gets the words of the
+//! apiserver. Any answer to a request that was sent after the last failure ends the failure. If the group fails again within
+//! twice the pause, the pause goes on growing.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use http::{HeaderMap, StatusCode, header};
+
+use crate::backoff::Backoff;
+use crate::pool::EndpointKey;
+
+/// How long a safe request of a group that is not built in waits for its response head before another endpoint is asked,
+/// too. Longer for a group that is usually slower.
+pub const HEAD_WAIT: Duration = Duration::from_secs(1);
+/// The same for the probe of a group that has failed.
+const PROBE_WAIT: Duration = Duration::from_millis(250);
+/// The longest of these waits.
+const LONGEST_HEAD_WAIT: Duration = Duration::from_secs(5);
+/// A head that takes longer than this shows that the group is slow.
+pub const SLOW_HEAD: Duration = Duration::from_millis(500);
+/// How long the slowest head of a group counts.
+const SLOW_MEMORY: Duration = Duration::from_secs(300);
+/// The pause after the first failure.
+const FIRST_PAUSE: Duration = Duration::from_secs(1);
+/// The longest pause between two probes.
+pub const LONGEST_PAUSE: Duration = Duration::from_secs(30);
+/// How long a failure counts that no request has confirmed.
+const MEMORY: Duration = Duration::from_secs(600);
+/// Maximum number of groups for which failures or slow heads are remembered.
+const MAX_GROUPS: usize = 256;
+/// Maximum length of a group's name: it is a DNS name (RFC 1035, section 2.3.4).
+const MAX_NAME: usize = 253;
+/// Maximum length of the body of a failure, in bytes. That of a conversion names object and URL.
+pub const MAX_BODY: usize = 4 * 1024;
+/// The aggregator's text for a group that is unavailable.
+const UNAVAILABLE: &[u8] = b"service unavailable";
+/// How long a group may be unavailable before its requests are not sent again for that reason.
+const UNAVAILABLE_TIME: Duration = Duration::from_secs(1);
+/// Maximum length of a reason, in bytes.
+const MAX_REASON: usize = 200;
+
+/// What the response to a request of a group that is not built in shows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum GroupSignal {
+    /// The endpoint cannot reach the server of the group.
+    Failed,
+    /// The endpoint does not try, because the state that all apiservers share says that the server is unavailable.
+    Unavailable,
+}
+
+/// Whether a response with this head may be such a signal, so that its body is read.
+pub fn may_be_signal(status: StatusCode, headers: &HeaderMap) -> bool {
+    let content_type = headers.get(header::CONTENT_TYPE).map_or(&b""[..], |value| value.as_bytes());
+    match status {
+        StatusCode::SERVICE_UNAVAILABLE => content_type.starts_with(b"text/plain"),
+        StatusCode::GATEWAY_TIMEOUT | StatusCode::INTERNAL_SERVER_ERROR => true,
+        _ => false,
+    }
+}
+
+/// The signal of a response with this head and body; `None` if it is none.
+pub fn signal_of(status: StatusCode, headers: &HeaderMap, body: &[u8]) -> Option<GroupSignal> {
+    if !may_be_signal(status, headers) || body.len() > MAX_BODY {
+        return None;
+    }
+    match status {
+        StatusCode::SERVICE_UNAVAILABLE if body.trim_ascii() == UNAVAILABLE => {
+            Some(GroupSignal::Unavailable)
+        }
+        StatusCode::INTERNAL_SERVER_ERROR if !is_failed_conversion(body) => None,
+        _ => Some(GroupSignal::Failed),
+    }
+}
+
+/// Whether this is the body of a 500 because a conversion webhook could not be reached.
+fn is_failed_conversion(body: &[u8]) -> bool {
+    find(body, b"conversion webhook for ")
+        .is_some_and(|at| find(&body[at..], b" failed: Post ").is_some())
+}
+
+/// The name of the admission webhook that could not be reached, and why, from the body of a 500. A webhook that has answered
+/// with an error is none.
+pub fn unreachable_webhook(body: &[u8]) -> Option<(&str, &[u8])> {
+    const CALLING: &[u8] = b"failed calling webhook ";
+    let rest = &body[find(body, CALLING)? + CALLING.len()..];
+    // In JSON, the quotes are escaped.
+    let rest = rest.strip_prefix(b"\\").unwrap_or(rest).strip_prefix(b"\"")?;
+    let end = rest.iter().position(|byte| matches!(byte, b'"' | b'\\'))?;
+    let (name, rest) = rest.split_at(end);
+    let words = &rest[find(rest, b": Post ")? + 2..];
+    let is_name = |byte: &u8| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'-' | b'_');
+    let name =
+        std::str::from_utf8(name).ok().filter(|name| name.bytes().all(|byte| is_name(&byte)))?;
+    (1..=MAX_NAME).contains(&name.len()).then_some((name, words))
+}
+
+fn find(body: &[u8], text: &[u8]) -> Option<usize> {
+    body.windows(text.len()).position(|part| part == text)
+}
+
+/// The reason for a log line: the printable part of the words of an apiserver.
+pub fn reason(body: &[u8]) -> String {
+    let text = String::from_utf8_lossy(&body[..body.len().min(MAX_REASON)]);
+    let printable =
+        |c: char| if c.is_control() || c == char::REPLACEMENT_CHARACTER { ' ' } else { c };
+    text.trim().chars().map(printable).collect()
+}
+
+/// A failure of a group at an endpoint.
+#[derive(Debug, Clone, Copy)]
+pub struct Failure<'a> {
+    /// For people.
+    pub reason: &'a str,
+    /// The endpoint has not answered, so that streams of the group may have lost their path, too.
+    pub is_silent: bool,
+    /// The request was the probe ([`GroupHealth::sent`]).
+    pub is_probe: bool,
+}
+
+/// A group that fails at an endpoint.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct FailingGroup {
+    /// The group.
+    pub group: Box<str>,
+    /// The endpoint.
+    pub endpoint: EndpointKey,
+    /// When it began to fail.
+    pub since: Instant,
+    /// Why.
+    pub reason: Box<str>,
+    /// Number of failed requests since then.
+    pub failures: u64,
+    /// When the next probe may be sent.
+    pub probe_at: Instant,
+}
+
+/// The groups that fail, and those that are slow.
+#[derive(Debug, Default)]
+pub struct GroupHealth(BTreeMap<Box<str>, Group>);
+
+#[derive(Debug, Default)]
+struct Group {
+    endpoints: Vec<AtEndpoint>,
+    /// The slowest head, and when it arrived.
+    slowest: Option<(Duration, Instant)>,
+    /// Since when every response says that the group is unavailable, and when the last one did.
+    unavailable: Option<(Instant, Instant)>,
+}
+
+/// A group that fails at an endpoint, or did so recently.
+#[derive(Debug)]
+struct AtEndpoint {
+    endpoint: EndpointKey,
+    since: Instant,
+    last_failure: Instant,
+    reason: Box<str>,
+    is_silent: bool,
+    failures: u64,
+    pause: Backoff,
+    /// When the pause ends.
+    due: Instant,
+    is_probed: bool,
+    /// It works again; until this time a failure continues the pauses.
+    works_until: Option<Instant>,
+}
+
+impl AtEndpoint {
+    fn fails(&self) -> bool {
+        self.works_until.is_none()
+    }
+
+    fn is_due(&self, now: Instant) -> bool {
+        self.fails() && !self.is_probed && now >= self.due
+    }
+}
+
+impl GroupHealth {
+    /// Whether a group fails anywhere, or is unavailable.
+    pub fn any_fails(&self) -> bool {
+        let fails = |group: &Group| group.endpoints.iter().any(AtEndpoint::fails);
+        self.0.values().any(|group| group.unavailable.is_some() || fails(group))
+    }
+
+    /// Whether a slow head of a group is remembered.
+    pub fn any_slow(&self) -> bool {
+        self.0.values().any(|group| group.slowest.is_some())
+    }
+
+    /// The endpoints that a request of this group does not prefer. `may_probe`: the request may be the probe.
+    pub fn avoided(&self, group: &str, may_probe: bool, now: Instant) -> Vec<EndpointKey> {
+        let endpoints = self.0.get(group).map_or(&[][..], |group| &group.endpoints);
+        let is_avoided = |one: &&AtEndpoint| one.fails() && !(may_probe && one.is_due(now));
+        endpoints.iter().filter(is_avoided).map(|one| one.endpoint).collect()
+    }
+
+    /// Whether the group fails at this endpoint. `Some(true)` if streams of the group may have lost their path, too.
+    pub fn fails_at(&self, group: &str, endpoint: EndpointKey) -> Option<bool> {
+        let one = self.0.get(group)?.endpoints.iter().find(|one| one.endpoint == endpoint)?;
+        one.fails().then_some(one.is_silent)
+    }
+
+    /// A safe request of the group was sent to this endpoint. Returns whether it is the probe, whose end the caller reports:
+    /// by [`Self::failed`], [`Self::answered`] or [`Self::probe_abandoned`].
+    pub fn sent(&mut self, group: &str, endpoint: EndpointKey, now: Instant) -> bool {
+        let Some(one) = self.at(group, endpoint) else { return false };
+        let is_probe = one.is_due(now);
+        one.is_probed |= is_probe;
+        is_probe
+    }
+
+    /// The client of the probe has left before its answer.
+    pub fn probe_abandoned(&mut self, group: &str, endpoint: EndpointKey) {
+        if let Some(one) = self.at(group, endpoint) {
+            one.is_probed = false;
+        }
+    }
+
+    /// The group has failed at this endpoint. Returns whether it did not fail there before.
+    pub fn failed(
+        &mut self,
+        group: &str,
+        endpoint: EndpointKey,
+        failure: Failure<'_>,
+        now: Instant,
+    ) -> bool {
+        let Failure { reason, is_silent, is_probe } = failure;
+        self.prune(now);
+        if !self.may_remember(group) {
+            return false;
+        }
+        let endpoints = &mut self.0.entry(group.into()).or_default().endpoints;
+        let one = match endpoints.iter_mut().position(|one| one.endpoint == endpoint) {
+            Some(at) => &mut endpoints[at],
+            None => {
+                endpoints.push(AtEndpoint {
+                    endpoint,
+                    since: now,
+                    last_failure: now,
+                    reason: "".into(),
+                    is_silent,
+                    failures: 0,
+                    pause: Backoff::new(FIRST_PAUSE, LONGEST_PAUSE),
+                    due: now,
+                    is_probed: false,
+                    works_until: Some(now),
+                });
+                endpoints.last_mut().expect("one was pushed")
+            }
+        };
+        let begins = one.works_until.take().is_some();
+        if begins {
+            (one.since, one.failures) = (now, 0);
+        }
+        if begins || is_probe || one.is_due(now) {
+            one.due = now + one.pause.failed();
+            one.is_probed = false;
+        }
+        one.failures += 1;
+        (one.last_failure, one.is_silent, one.reason) = (now, is_silent, reason.into());
+        begins
+    }
+
+    /// A response says that the group is unavailable. Returns whether that is new, so that a request may be sent again.
+    pub fn unavailable(&mut self, group: &str, now: Instant) -> bool {
+        self.prune(now);
+        if !self.may_remember(group) {
+            return false;
+        }
+        let unavailable = &mut self.0.entry(group.into()).or_default().unavailable;
+        let (since, _) = unavailable.unwrap_or((now, now));
+        *unavailable = Some((since, now));
+        now < since + UNAVAILABLE_TIME
+    }
+
+    /// An endpoint has answered a request of the group that was sent at `sent_at`. Returns whether the group has failed there
+    /// and works again.
+    pub fn answered(
+        &mut self,
+        group: &str,
+        endpoint: EndpointKey,
+        (sent_at, is_probe): (Instant, bool),
+        now: Instant,
+    ) -> bool {
+        if let Some(group) = self.0.get_mut(group) {
+            group.unavailable = group.unavailable.filter(|(_, last)| sent_at <= *last);
+        }
+        let Some(one) = self.at(group, endpoint) else { return false };
+        let ends = one.fails() && (is_probe || sent_at > one.last_failure);
+        if ends {
+            one.works_until = Some(now + 2 * one.pause.pause());
+            one.is_probed = false;
+        }
+        ends
+    }
+
+    /// A head of the group took this long.
+    pub fn took(&mut self, group: &str, latency: Duration, now: Instant) {
+        self.prune(now);
+        if self.may_remember(group) {
+            let slowest = &mut self.0.entry(group.into()).or_default().slowest;
+            if slowest.is_none_or(|(longest, _)| latency >= longest) {
+                *slowest = Some((latency, now));
+            }
+        }
+    }
+
+    /// How long a safe request of the group waits for its head before another endpoint is asked, too: twice as long as the
+    /// slowest answer of the last minutes.
+    pub fn head_wait(&self, group: &str, is_probe: bool) -> Duration {
+        let slowest = self.0.get(group).and_then(|group| group.slowest);
+        let slowest = slowest.map_or(Duration::ZERO, |(latency, _)| latency);
+        (2 * slowest).clamp(if is_probe { PROBE_WAIT } else { HEAD_WAIT }, LONGEST_HEAD_WAIT)
+    }
+
+    /// Forgets all other endpoints, and failures that no request has confirmed for [`MEMORY`]. Returns the failures that end
+    /// by this.
+    pub fn retain(
+        &mut self,
+        endpoints: &[EndpointKey],
+        now: Instant,
+    ) -> Vec<(Box<str>, EndpointKey)> {
+        let mut ended = Vec::new();
+        for (name, group) in &mut self.0 {
+            group.endpoints.retain(|one| {
+                let is_kept = endpoints.contains(&one.endpoint) && now < one.last_failure + MEMORY;
+                if !is_kept && one.fails() {
+                    ended.push((name.clone(), one.endpoint));
+                }
+                is_kept
+            });
+        }
+        self.prune(now);
+        ended
+    }
+
+    /// The groups that fail, in alphabetical order.
+    pub fn failing(&self) -> Vec<FailingGroup> {
+        let of_group = |(group, health): (&Box<str>, &Group)| {
+            let failing = health.endpoints.iter().filter(|one| one.fails());
+            let list = failing.map(|one| FailingGroup {
+                group: group.clone(),
+                endpoint: one.endpoint,
+                since: one.since,
+                reason: one.reason.clone(),
+                failures: one.failures,
+                probe_at: one.due,
+            });
+            list.collect::<Vec<_>>()
+        };
+        self.0.iter().flat_map(of_group).collect()
+    }
+
+    fn at(&mut self, group: &str, endpoint: EndpointKey) -> Option<&mut AtEndpoint> {
+        self.0.get_mut(group)?.endpoints.iter_mut().find(|one| one.endpoint == endpoint)
+    }
+
+    fn may_remember(&self, group: &str) -> bool {
+        self.0.contains_key(group) || group.len() <= MAX_NAME && self.0.len() < MAX_GROUPS
+    }
+
+    /// Forgets what does not count any more.
+    fn prune(&mut self, now: Instant) {
+        self.0.retain(|_, group| {
+            group.endpoints.retain(|one| one.works_until.is_none_or(|until| now < until));
+            group.slowest = group.slowest.filter(|(_, at)| now < *at + SLOW_MEMORY);
+            group.unavailable = group.unavailable.filter(|(_, last)| now < *last + LONGEST_PAUSE);
+            !group.endpoints.is_empty() || group.slowest.is_some() || group.unavailable.is_some()
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests;

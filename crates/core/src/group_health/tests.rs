@@ -1,0 +1,194 @@
+use super::*;
+
+const A: EndpointKey = EndpointKey(1);
+const B: EndpointKey = EndpointKey(2);
+const GROUP: &str = "metrics.k8s.io";
+const MS: Duration = Duration::from_millis(1);
+
+fn failure(is_probe: bool) -> Failure<'static> {
+    Failure { reason: "dial tcp: refused", is_silent: false, is_probe }
+}
+
+#[test]
+fn signal_follows_the_table() {
+    use GroupSignal::{Failed, Unavailable};
+    let (text, json) = ("text/plain; charset=utf-8", "application/json");
+    let refused =
+        "error trying to reach service: dial tcp 10.0.0.9:443: connect: connection refused\n";
+    let lost = "error trying to reach service: http2: client connection lost\n";
+    let conversion = r#""message":"conversion webhook for example.com/v1, Kind=Gauge failed: Post \"https://c.ns.svc:443/?timeout=30s\": dial tcp 10.0.0.9:443: connect: connection refused""#;
+    let rejected = "conversion webhook for example.com/v1, Kind=Gauge failed: unexpected field";
+    let long = "x".repeat(MAX_BODY + 1);
+    for (status, content_type, body, expected) in [
+        (503, text, refused, Some(Failed)),
+        (503, text, lost, Some(Failed)),
+        (503, text, "", Some(Failed)),
+        (503, text, "service unavailable\n", Some(Unavailable)),
+        (503, text, &*long, None),
+        (503, json, "service unavailable\n", None),
+        (503, "application/vnd.kubernetes.protobuf", refused, None),
+        (503, "", refused, None),
+        (504, json, "Timeout: request did not complete within the allotted timeout", Some(Failed)),
+        (500, json, conversion, Some(Failed)),
+        (500, json, rejected, None),
+        (500, json, "Post \"https://c.ns.svc\" conversion webhook for x", None),
+        (500, json, "Internal error occurred", None),
+        (502, text, refused, None),
+        (429, text, refused, None),
+        (200, text, refused, None),
+        (404, text, refused, None),
+    ] {
+        let mut headers = HeaderMap::new();
+        if !content_type.is_empty() {
+            headers.insert(header::CONTENT_TYPE, content_type.parse().unwrap());
+        }
+        let code = StatusCode::from_u16(status).unwrap();
+        let signal = signal_of(code, &headers, body.as_bytes());
+        assert_eq!(signal, expected, "{status} {content_type} {body}");
+    }
+}
+
+#[test]
+fn group_that_stays_unavailable_is_not_asked_again() {
+    let (mut health, start) = (GroupHealth::default(), Instant::now());
+    for (at, is_new) in [(0, true), (999, true), (1_000, false), (5_000, false)] {
+        assert_eq!(health.unavailable(GROUP, start + at * MS), is_new, "{at}");
+    }
+    assert!(health.any_fails());
+    health.answered(GROUP, A, (start, false), start + 5_001 * MS);
+    assert!(!health.unavailable(GROUP, start + 5_002 * MS), "an answer to an older request");
+    health.answered(GROUP, A, (start + 5_003 * MS, false), start + 5_004 * MS);
+    assert!(!health.any_fails());
+    assert!(health.unavailable(GROUP, start + 6_000 * MS), "it was available meanwhile");
+    // Forgotten after a time without requests.
+    assert!(health.unavailable(GROUP, start + 6_000 * MS + LONGEST_PAUSE));
+}
+
+#[test]
+fn webhook_is_named_only_if_it_cannot_be_reached() {
+    let json = r#"{"message":"Internal error occurred: failed calling webhook \"policy.example.com\": failed to call webhook: Post \"https://p.ns.svc:443/v?timeout=10s\": dial tcp 10.0.0.9:443: connect: connection refused"}"#;
+    let protobuf = "k8s\0failed calling webhook \"policy.example.com\": failed to call webhook: Post \"https://p\": context deadline exceeded";
+    let answered = r#"failed calling webhook \"policy.example.com\": failed to call webhook: the server could not find the requested resource"#;
+    let long = format!("failed calling webhook \"{}\": Post ", "a".repeat(MAX_NAME + 1));
+    for (body, expected) in [
+        (json, Some("policy.example.com")),
+        (protobuf, Some("policy.example.com")),
+        (answered, None),
+        (&*long, None),
+        ("failed calling webhook \"a b\": Post ", None),
+        ("failed calling webhook \"\": Post ", None),
+        ("failed calling webhook \"open", None),
+        ("failed calling webhook ", None),
+        ("", None),
+    ] {
+        let found = unreachable_webhook(body.as_bytes());
+        assert_eq!(found.map(|(name, _)| name), expected, "{body}");
+        assert!(found.is_none_or(|(_, words)| words.starts_with(b"Post ")), "{body}");
+    }
+}
+
+#[test]
+fn reason_is_short_and_printable() {
+    assert_eq!(reason(b"service unavailable\n"), "service unavailable");
+    assert_eq!(reason(b"a\x1b[31m\n\xffb"), "a [31m  b");
+    assert!(reason(&[b'x'; 10_000]).len() <= MAX_REASON);
+    assert!(reason("ä".repeat(1_000).as_bytes()).len() <= MAX_REASON + 3);
+}
+
+#[test]
+fn pause_doubles_with_each_failed_probe_until_an_answer() {
+    let (mut health, start) = (GroupHealth::default(), Instant::now());
+    assert!(health.failed(GROUP, A, failure(false), start), "begins");
+    assert!(health.any_fails());
+    let mut now = start;
+    for seconds in [1, 2, 4, 8, 16, 30, 30] {
+        let due = now + Duration::from_secs(seconds);
+        assert_eq!(health.avoided(GROUP, true, due.checked_sub(MS).unwrap()), [A], "{seconds}");
+        assert!(!health.sent(GROUP, A, due.checked_sub(MS).unwrap()), "{seconds}");
+        assert_eq!(health.avoided(GROUP, true, due), [], "{seconds}");
+        assert_eq!(health.avoided(GROUP, false, due), [A], "a write is no probe");
+        assert!(health.sent(GROUP, A, due) && !health.sent(GROUP, A, due), "one probe at a time");
+        assert_eq!(health.avoided(GROUP, true, due), [A], "while it is probed");
+        now = due + 100 * MS;
+        assert!(!health.failed(GROUP, A, failure(true), now), "it failed before");
+    }
+    let due = now + LONGEST_PAUSE;
+    assert!(health.sent(GROUP, A, due));
+    assert!(health.answered(GROUP, A, (start, true), due), "the probe was answered");
+    assert!(!health.any_fails() && health.avoided(GROUP, false, due).is_empty());
+    // It fails again soon: the pauses go on growing.
+    assert!(health.failed(GROUP, A, failure(false), due + MS));
+    assert_eq!(health.failing()[0].probe_at, due + MS + LONGEST_PAUSE);
+    assert_eq!(health.failing()[0].failures, 1);
+    // After a long time without a failure it begins anew.
+    assert!(health.answered(GROUP, A, (due + 2 * MS, false), due + 2 * MS));
+    let later = due + 3 * LONGEST_PAUSE;
+    assert!(health.failed(GROUP, A, failure(false), later));
+    assert_eq!(health.failing()[0].probe_at, later + FIRST_PAUSE);
+}
+
+#[test]
+fn failures_within_a_pause_do_not_extend_it() {
+    let (mut health, start) = (GroupHealth::default(), Instant::now());
+    for at in [0, 1, 500, 999] {
+        health.failed(GROUP, A, failure(false), start + at * MS);
+    }
+    assert_eq!(health.failing()[0].probe_at, start + FIRST_PAUSE);
+    assert_eq!(health.failing()[0].failures, 4);
+    // Without a probe, because no other endpoint is left.
+    health.failed(GROUP, A, failure(false), start + 1_001 * MS);
+    assert_eq!(health.failing()[0].probe_at, start + 3_001 * MS);
+}
+
+#[test]
+fn answer_to_an_older_request_does_not_end_a_failure() {
+    let (mut health, start) = (GroupHealth::default(), Instant::now());
+    health.failed(GROUP, A, failure(false), start + 10 * MS);
+    for (sent, ends) in [(0, false), (10, false), (11, true), (12, false)] {
+        let sent_at = start + sent * MS;
+        assert_eq!(health.answered(GROUP, A, (sent_at, false), start + 20 * MS), ends, "{sent}");
+    }
+    assert!(!health.answered(GROUP, B, (start, true), start), "never failed");
+}
+
+#[test]
+fn abandoned_probe_may_be_followed_by_another() {
+    let (mut health, start) = (GroupHealth::default(), Instant::now());
+    health.failed(GROUP, A, failure(false), start);
+    let due = start + FIRST_PAUSE;
+    assert!(health.sent(GROUP, A, due));
+    health.probe_abandoned(GROUP, A);
+    assert!(health.sent(GROUP, A, due));
+}
+
+#[test]
+fn head_wait_follows_the_slowest_recent_answer() {
+    let (mut health, start) = (GroupHealth::default(), Instant::now());
+    assert_eq!(health.head_wait(GROUP, false), HEAD_WAIT);
+    assert_eq!(health.head_wait(GROUP, true), PROBE_WAIT);
+    for (latency, wait) in [(600, 1_200), (550, 1_200), (2_000, 4_000), (9_000, 5_000)] {
+        health.took(GROUP, latency * MS, start);
+        assert_eq!(health.head_wait(GROUP, false), wait * MS, "{latency}");
+        assert_eq!(health.head_wait(GROUP, true), wait * MS, "{latency}");
+    }
+    assert!(health.any_slow());
+    health.took("other", 600 * MS, start + SLOW_MEMORY);
+    assert_eq!(health.head_wait(GROUP, false), HEAD_WAIT, "forgotten");
+}
+
+#[test]
+fn groups_are_bounded_and_forgotten_with_their_endpoints() {
+    let (mut health, now) = (GroupHealth::default(), Instant::now());
+    assert!(!health.failed(&"a".repeat(MAX_NAME + 1), A, failure(false), now));
+    let failed = (0..10_000).filter(|n| health.failed(&format!("g{n}"), A, failure(false), now));
+    assert_eq!(failed.count(), MAX_GROUPS);
+    assert!(health.failed("g1", B, failure(false), now), "a group that is remembered");
+    assert_eq!(health.fails_at("g1", B), Some(false));
+    assert_eq!(health.fails_at("g9999", A), None);
+    assert_eq!(health.retain(&[B], now).len(), MAX_GROUPS);
+    assert_eq!(health.failing().len(), 1);
+    let before = now + MEMORY.checked_sub(MS).unwrap();
+    assert_eq!(health.retain(&[B], before), []);
+    assert_eq!(health.retain(&[B], now + MEMORY), [("g1".into(), B)]);
+    assert!(!health.any_fails());
+}

@@ -1,0 +1,64 @@
+//! Attempts at requests of an API group that fails at an endpoint.
+
+use super::*;
+use crate::request::info::RequestKind::{Log, NonMutating, Tunnel};
+
+#[test]
+fn step_after_a_failed_group_asks_where_the_group_works_or_pauses() {
+    let failed_group = || failed(0, Stage::GroupFailed, 503);
+    let unavailable = || failed(0, Stage::GroupUnavailable, 503);
+    let none_left = |world: &mut TestFacts| world.failing = None;
+    let none_left_for_long = |world: &mut TestFacts| (world.failing, world.is_new) = (None, false);
+    let check = |kind, then: Vec<Step>, expected: &str| {
+        let steps = steps![granted(0)].into_iter().chain(then).collect();
+        super::tests::check(kind, steps, &format!("Send 0, {expected}"));
+    };
+    for kind in [Read, Watch, Log, NonMutating] {
+        check(kind, steps![failed_group()], "Group, Retry");
+        check(kind, steps![with(failed_group(), none_left)], "Group, Rejection 503");
+        check(kind, steps![unavailable()], "Group, Retry");
+        let again = steps![with(unavailable(), none_left), AttemptInput::PauseEnded, granted(0)];
+        check(kind, again, "Group, Unavailable, PauseRetry, Retry, Send 0");
+        let over = steps![with(unavailable(), none_left_for_long)];
+        check(kind, over, "Group, Unavailable, Rejection 503");
+    }
+    for kind in [Write, Tunnel] {
+        check(kind, steps![failed_group()], "Rejection 503");
+        check(kind, steps![unavailable()], "Rejection 503");
+    }
+    // The client gets the words of the first endpoint.
+    let second = with(failed(0, Stage::GroupFailed, 504), none_left);
+    let twice = steps![failed_group(), granted(0), second];
+    check(Read, twice, "Group, Retry, Send 0, Group, Rejection 503");
+    let (attempts, _) = run(Read, steps![granted(0), failed_group()]);
+    assert_eq!(attempts.requirements().excluded, [EndpointKey(1), EndpointKey(2)]);
+    let (attempts, _) = run(Read, steps![granted(0), with(unavailable(), none_left)]);
+    assert_eq!(attempts.requirements().excluded, []);
+}
+
+#[test]
+fn step_hedges_a_late_head_of_a_group_on_another_endpoint() {
+    let slow = || AttemptInput::Slow { attempt: 0 };
+    let hedged = |then: Vec<Step>| steps![granted(0), slow(), granted(1)].into_iter().chain(then);
+    let sent = "Send 0, Group, Probe and Hedge 1 true, Send 1";
+    let check_hedged = |then, expected: &str| {
+        check(Read, hedged(then).collect(), &format!("{sent}, {expected}"));
+    };
+    check_hedged(steps![responded(1)], "Respond 1 | hedge");
+    check_hedged(steps![responded(0)], "Respond 0 | original");
+    let lost = failed(0, Stage::GroupFailed, 503);
+    check_hedged(steps![lost, responded(1)], "Wait, Respond 1 | hedge");
+    let also_failed = failed(1, Stage::GroupFailed, 503);
+    check_hedged(steps![also_failed, responded(0)], "Wait, Respond 0 | original");
+    let none_left = with(slow(), |world| world.failing = None);
+    check(Read, steps![granted(0), none_left, responded(0)], "Send 0, Group, Wait, Respond 0");
+    let arriving = with(slow(), |world| world.has_whole_body = false);
+    check(NonMutating, steps![granted(0), arriving], "Send 0, Wait");
+    check(Write, steps![granted(0), slow()], "Send 0, Wait");
+    // A late head is reported once, trouble of the connection also later.
+    let (attempts, _) = run(Read, steps![granted(0), with(slow(), |world| world.failing = None)]);
+    assert_eq!(attempts.awaited(0), Some(Awaited::Trouble { may_be_slow: false }));
+    let (attempts, _) =
+        run_quietly(Read, steps![granted(0), slow(), AttemptInput::NoHedgeStream { attempt: 1 }]);
+    assert!(attempts.is_hedged_as_slow());
+}

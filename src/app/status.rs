@@ -35,9 +35,11 @@ use crate::upstream::canary::CanaryStatus;
 use crate::upstream::compression::GzipFailure;
 use crate::upstream::endpoint::Endpoint;
 use crate::upstream::endpoint_sources::{SourceReport, age};
+use crate::upstream::group_failures::FailingGroupStatus;
 use crate::upstream::restores::RestoreStatus;
 use crate::upstream::stats::EndpointStatus;
 use crate::upstream::unordered_groups::UnorderedGroup;
+use crate::upstream::unreachable_webhooks::UnreachableWebhook;
 
 /// How many of the latest events `/status` includes.
 const EVENTS_IN_STATUS: usize = 8;
@@ -155,6 +157,10 @@ struct UpstreamStatus<'a> {
     restore: Option<RestoreStatus>,
     /// The API groups whose watches are not resumed because their versions are not ordered.
     unordered_groups: Vec<UnorderedGroup>,
+    /// The API groups that fail at an endpoint that is healthy.
+    failing_groups: Vec<FailingGroupStatus>,
+    /// The admission webhooks that an endpoint cannot reach, as responses of the last minute say.
+    failing_webhooks: Vec<UnreachableWebhook>,
 }
 
 /// The body of `/history`.
@@ -321,6 +327,8 @@ impl<'a> From<&'a Arc<Upstream>> for UpstreamStatus<'a> {
             gzip_failure: upstream.compression.failure(clock::now()),
             restore: upstream.restores.latest(),
             unordered_groups: upstream.unordered_groups.list(),
+            failing_groups: upstream.group_failures.list(),
+            failing_webhooks: upstream.group_failures.unreachable_webhooks(),
         }
     }
 }

@@ -19,6 +19,10 @@ pub enum EventKind {
     Certificate,
     /// A source of endpoints.
     Source,
+    /// An API group at an endpoint.
+    Group,
+    /// An admission webhook at an endpoint.
+    Webhook,
     /// The configuration.
     Configuration,
     /// The jackstay process.
@@ -34,6 +38,8 @@ impl EventKind {
             Self::Connection => "connection",
             Self::Certificate => "certificate",
             Self::Source => "source",
+            Self::Group => "group",
+            Self::Webhook => "webhook",
             Self::Configuration => "configuration",
             Self::Process => "process",
         }
@@ -115,6 +121,8 @@ pub(super) fn write(
         EventKind::Source => source = Some(change.name),
         EventKind::Upstream
         | EventKind::Certificate
+        | EventKind::Group
+        | EventKind::Webhook
         | EventKind::Configuration
         | EventKind::Process => {
             name = Some(change.name);

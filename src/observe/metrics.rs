@@ -17,6 +17,7 @@ use metrics_exporter_prometheus::PrometheusHandle;
 use super::build;
 use super::endpoint_metrics::EndpointMetrics;
 use super::events::Events;
+use super::group_metrics::GroupMetrics;
 use super::history::{STEP, STEPS};
 use super::listener_metrics::ListenerMetrics;
 use super::lock;
@@ -49,6 +50,7 @@ pub struct Metrics {
     passthrough: Mutex<HashMap<String, Arc<PassthroughMetrics>>>,
     endpoints: Mutex<HashMap<(String, String), Arc<EndpointMetrics>>>,
     certificates: CertificateExpiries,
+    groups: GroupMetrics,
     configured: Mutex<ConfiguredSeries>,
     events: Arc<Events>,
     started: SystemTime,
@@ -65,10 +67,11 @@ impl std::fmt::Debug for Metrics {
 impl Metrics {
     /// Metrics with the series of the build, the configuration and the process.
     pub fn new() -> Arc<Self> {
-        let registry = Registry::new();
+        let registry = Arc::new(Registry::new());
         let metrics = Arc::new(Self {
             handle: registry.handle(),
-            registry: Arc::new(registry),
+            groups: GroupMetrics::new(&registry),
+            registry,
             listeners: Mutex::default(),
             passthrough: Mutex::default(),
             endpoints: Mutex::default(),
@@ -211,6 +214,16 @@ impl Metrics {
     /// Counts a retry.
     pub fn retried(&self, reason: &'static str) {
         self.registry.count(&names::RETRIES, &[reason], 1);
+    }
+
+    /// Counts a request of an API group that its endpoint could not serve.
+    pub fn group_failed(&self, upstream: &str, endpoint: &str, group: &str) {
+        self.groups.failed(upstream, endpoint, group);
+    }
+
+    /// An API group begins or ceases to fail at an endpoint.
+    pub fn group_fails(&self, upstream: &str, endpoint: &str, group: &str, fails: bool) {
+        self.groups.fails(upstream, endpoint, group, fails);
     }
 
     /// Counts a failed request that is not retried: `unsafe`, `not_held` or `attempts`.

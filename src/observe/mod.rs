@@ -16,6 +16,7 @@ mod change;
 pub mod count_gauge;
 pub mod endpoint_metrics;
 pub mod events;
+mod group_metrics;
 pub mod history;
 pub mod line_quota;
 pub mod listener_metrics;

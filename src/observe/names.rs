@@ -111,7 +111,11 @@ table! {
         "Client certificate chains: verified (ok, failed), already verified on another connection (known), or refused with 429 because too many chains waited for verification (busy).";
 
     RETRIES = Counter "jackstay_retries_total" ["reason"] "requests",
-        "Requests that were retried, by reason. not_sent, unprocessed, lost: the attempt failed before a response. too_old, not_reached: the watch cache lacked the version. rejected: an overloaded apiserver. starting: a 401 or 403 of one that may have just started.";
+        "Requests that were retried, by reason. not_sent, unprocessed, lost: the attempt failed before a response. too_old, not_reached: the watch cache lacked the version. rejected: an overloaded apiserver. starting: a 401 or 403 of one that may have just started. group_failed, group_unavailable: it cannot reach the server of the API group, or says that this is unavailable.";
+    GROUP_FAILURES = Counter "jackstay_group_failures_total" ["upstream", "endpoint", "group"] "requests",
+        "Requests of an API group that is not built in which an endpoint could not serve although it is healthy: it has lost its path to an aggregated apiserver or a conversion webhook. Groups after the 32nd are counted as other.";
+    GROUP_FAILING = Gauge "jackstay_group_failing" ["upstream", "endpoint", "group"] "groups",
+        "1 while the API group fails at the endpoint, so that its requests prefer other endpoints, else 0. In the group other, the number of such groups.";
     RETRIES_REFUSED = Counter "jackstay_retries_refused_total" ["reason"] "requests",
         "Failed requests that were not retried: they may have been executed (unsafe), their body was too large to hold (not_held), or the attempts were used up (attempts).";
     HEDGES = Counter "jackstay_hedges_total" ["outcome"] "requests",

@@ -7,6 +7,7 @@ use bytes::Bytes;
 use h2::RecvStream;
 use h2::client::ResponseFuture;
 use http::{Request, response};
+use jackstay_core::group_health::{self, GroupSignal};
 use jackstay_core::lag::current_of_too_large;
 use jackstay_core::request::attempts::{self, AttemptFailure};
 use jackstay_core::request::head_hold::prefix_size;
@@ -86,12 +87,10 @@ impl Attempt {
     }
 
     /// Waits for the response head, and for the beginning of the body if the request may be sent again.
-    /// Nothing is forwarded before that, so the request can be repeated if the connection is lost. `has_versions`:
-    /// whether another endpoint is asked if the apiserver has not reached the version of the request.
+    /// Nothing is forwarded before that, so the request can be repeated if the connection is lost.
     pub(super) async fn response(
         self,
-        kind: RequestKind,
-        has_versions: bool,
+        expected: Expected,
     ) -> Result<UpstreamResponse, FailedAttempt> {
         let Self { mut permit, response, upload } = self;
         let connection = Rc::clone(permit.connection());
@@ -102,10 +101,10 @@ impl Attempt {
         };
         let arrived = clock::now();
         connection.endpoint.response_received(head.status.as_u16());
-        let possible = PossibleRejection::of(kind, &head, has_versions, &connection);
+        let possible = PossibleRejection::of(expected, &head, &connection);
         let longest = possible.longest_body(&head);
         let mut prefix = None;
-        if let Some(size) = longest.map(|longest| longest + 1).or(prefix_size(kind)) {
+        if let Some(size) = longest.map(|longest| longest + 1).or(prefix_size(expected.kind)) {
             let read = body_prefix(size, arrived, &mut recv, &connection).await;
             prefix = read.map_err(|e| failed(Stage::HeadHeld, &describe_h2_error(&e)))?;
         }
@@ -123,31 +122,50 @@ impl Attempt {
     }
 }
 
+/// What decides whether a response is a rejection that another endpoint is asked about.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Expected {
+    /// The kind of the request.
+    pub(super) kind: RequestKind,
+    /// Another endpoint is asked if the apiserver has not reached the version of the request.
+    pub(super) has_versions: bool,
+    /// The API group of the request is not built in.
+    pub(super) has_group: bool,
+}
+
 /// Which rejections a response may be, after its head.
 #[derive(Debug, Clone, Copy)]
-struct PossibleRejection(Option<Stage>);
+struct PossibleRejection {
+    stage: Option<Stage>,
+    /// It may show that the API group fails at the endpoint.
+    may_be_signal: bool,
+}
 
 impl PossibleRejection {
-    fn of(
-        kind: RequestKind,
-        head: &response::Parts,
-        has_versions: bool,
-        connection: &Connection,
-    ) -> Self {
+    fn of(expected: Expected, head: &response::Parts, connection: &Connection) -> Self {
+        let Expected { kind, has_versions, has_group } = expected;
         let stage = retry::stage_of_rejection(kind, head.status.as_u16());
-        Self(stage.filter(|stage| match stage {
+        let may_be_signal = has_group
+            && stage.is_some()
+            && group_health::may_be_signal(head.status, &head.headers)
+            && is_at_most(&head.headers, group_health::MAX_BODY);
+        let stage = stage.filter(|stage| match stage {
             Stage::Starting => {
                 is_at_most(&head.headers, start_up::MAX_BODY) && connection.endpoint.is_starting()
             }
             Stage::NotReached => has_versions && is_short(&head.headers),
             Stage::Rejected => may_be_overload(head.status, &head.headers),
+            // Only a group decides.
+            Stage::GroupFailed => false,
             _ => is_short(&head.headers),
-        }))
+        });
+        Self { stage, may_be_signal }
     }
 
     /// The longest body of such a rejection in bytes; `None` if the response is none.
     fn longest_body(self, head: &response::Parts) -> Option<usize> {
-        match self.0 {
+        match self.stage {
+            _ if self.may_be_signal => Some(group_health::MAX_BODY),
             Some(Stage::Starting) => Some(start_up::MAX_BODY),
             Some(_) => Some(REJECTION_MAX_BODY),
             None => may_be_rejection(head.status, &head.headers).then_some(REJECTION_MAX_BODY),
@@ -157,7 +175,17 @@ impl PossibleRejection {
     /// Which rejection the response is, why, and the version that the endpoint has reached if it is about that; `None`
     /// if it is none.
     fn rejection(self, head: &response::Parts, body: &Bytes) -> Option<(Stage, &'static str, u64)> {
-        let (stage, reason) = match self.0 {
+        if self.may_be_signal
+            && let Some(signal) = group_health::signal_of(head.status, &head.headers, body)
+            && !(self.stage == Some(Stage::NotReached) && current_of_too_large(body).is_some())
+        {
+            let stage = match signal {
+                GroupSignal::Failed => Stage::GroupFailed,
+                GroupSignal::Unavailable => Stage::GroupUnavailable,
+            };
+            return Some((stage, "the apiserver cannot reach the server of the API group", 0));
+        }
+        let (stage, reason) = match self.stage {
             Some(Stage::Starting) if body.len() <= start_up::MAX_BODY => {
                 (Stage::Starting, "the apiserver may have just started, and refuses the client")
             }

@@ -42,6 +42,7 @@ use super::consistent_reads::client::LastClient;
 use super::consistent_reads::{RequestClient, RequestVersions};
 use super::credential_selector::{SelectedCredential, TokenProof};
 use super::forward::ForwardedRequest;
+use super::forward::groups::GroupRequest;
 use super::heartbeat::is_heartbeat;
 use super::listener_service::{CurrentService, ListenerService};
 use super::request_body::RequestBody;
@@ -298,6 +299,7 @@ impl ClientConnection {
                 .map(|_| self.memory.account(service.upstream.watches.partial_frames())),
             drain: is_watch.then(|| service.drain.clone()),
             is_heartbeat: is_heartbeat(&info, &service.heartbeats),
+            group: GroupRequest::of(&info),
             info,
             watch,
             unproven: None,

@@ -12,6 +12,7 @@
 
 mod execution;
 mod facts;
+pub(super) mod groups;
 mod slots;
 mod versions;
 
@@ -34,9 +35,10 @@ use jackstay_core::watch::request::WatchRequest;
 use jackstay_sys::clock;
 use tokio::task::spawn_local;
 
-use self::slots::{FirstResponse, Response as PendingResponse};
+use self::groups::GroupRequest;
+use self::slots::{FirstResponse, Response as PendingResponse, after};
 use super::admission::unproven_requests::UnprovenRequest;
-use super::attempt::{Attempt, AttemptInput, Attempts, FailedAttempt, failed};
+use super::attempt::{Attempt, AttemptInput, Attempts, Expected, FailedAttempt, failed};
 use super::client_certificate::IdentityProof;
 use super::consistent_reads::RequestVersions;
 use super::consistent_reads::learner::Learned;
@@ -79,6 +81,8 @@ pub struct ForwardedRequest {
     pub resource_versions: Option<Box<RequestVersions>>,
     /// The client of a watch receives gzip if the apiserver compresses it.
     pub gzip_for_client: bool,
+    /// `None` if its API group is built in.
+    pub group: Option<Box<GroupRequest>>,
     /// The versions of apiservers that it prefers.
     pub versions: PreferredVersions,
 }
@@ -106,6 +110,9 @@ impl ForwardedRequest {
     /// See [`ForwardResult`].
     pub async fn forward(self: Box<Self>, outcome: Box<Outcome>) -> ForwardResult {
         self.upstream.deposit();
+        if self.group.is_some() {
+            self.upstream.group_budget.deposit_for_group();
+        }
         let requested_at = outcome.started;
         let timeout = self.watch.as_ref().and_then(|watch| watch.timeout);
         let read = self.resource_versions.as_ref().map(|versions| versions.read());
@@ -138,13 +145,14 @@ impl ForwardedRequest {
                 return self.execute(progress, None, self.failed(0, failure)).await;
             }
         };
-        let response = attempt.response(self.info.kind, self.resource_versions.is_some());
+        let response = attempt.response(self.expected());
         let mut response = FirstResponse(pin!(Some(response)));
         let input = tokio::select! {
             biased;
             result = &mut response => {
                 match result.and_then(|response| self.compare(response, &mut progress.attempts)) {
                     Ok(response) => {
+                        self.record_response(&response, progress, true);
                         self.step(progress, AttemptInput::Responded { attempt: 0 });
                         return Ok(response);
                     }
@@ -154,6 +162,7 @@ impl ForwardedRequest {
             () = until_troubled(&connection, &self.upstream) => {
                 AttemptInput::Troubled { attempt: 0 }
             }
+            () = after(self.head_wait()) => AttemptInput::Slow { attempt: 0 },
         };
         let first = Some((connection, Box::pin(response) as PendingResponse<'_>));
         self.execute(progress, first, input).await
@@ -182,7 +191,17 @@ impl ForwardedRequest {
         if let Some(unproven) = &self.unproven {
             unproven.sent();
         }
+        self.sent_to_group(&connection.endpoint);
         Ok(attempt)
+    }
+
+    /// What its responses may be.
+    fn expected(&self) -> Expected {
+        Expected {
+            kind: self.info.kind,
+            has_versions: self.resource_versions.is_some(),
+            has_group: self.group.is_some(),
+        }
     }
 
     /// The request for a stream with these requirements, to which it adds those of the kind of the request.
@@ -198,6 +217,7 @@ impl ForwardedRequest {
                 ..required
             },
             resource_version,
+            avoided: self.avoided(),
             client_subject: self.proof.subject(),
             versions: self.versions,
         }

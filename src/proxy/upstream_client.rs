@@ -44,6 +44,8 @@ pub struct UpstreamClient {
     pub hedge_budget: RetryBudget,
     /// Limits the requests that are sent to another endpoint after a rejection for overload.
     pub rejected_budget: RetryBudget,
+    /// Limits the requests that are sent again because their API group fails at an endpoint.
+    pub group_budget: RetryBudget,
     /// The endpoints that have rejected a request for overload, each with the time until which it is not asked instead
     /// of another one.
     rejecting: RefCell<Vec<(EndpointKey, Instant)>>,
@@ -74,6 +76,7 @@ impl UpstreamClient {
             watches: WatchLimits::new(&pool.upstream().name, &metrics),
             pool,
             rejected_budget: RetryBudget::rejected(),
+            group_budget: RetryBudget::groups(),
             rejecting: RefCell::default(),
             body_budget,
             warnings: RateLimitedWarnings::new(WARNING_INTERVAL),

@@ -49,6 +49,8 @@ pub struct Pool {
     outage_over: Notify,
     /// The notices of [`Upstream::restores`] that watches were notified of.
     restore_notices: Cell<u32>,
+    /// Number of failures of API groups of which the watches were notified.
+    group_notices: Cell<u32>,
     this: Weak<Self>,
     /// Makes the order of endpoints differ between pools, of other workers as of other nodes.
     seed: u64,
@@ -76,6 +78,7 @@ impl Pool {
             state: Cell::new(PoolState::new(purpose)),
             outage_over: Notify::new(),
             restore_notices: Cell::new(0),
+            group_notices: Cell::new(0),
             this: this.clone(),
             seed: fastrand::u64(..),
             rng: RefCell::default(),
@@ -154,6 +157,7 @@ impl Pool {
                     () = changed.notified() => {}
                     () = pool.upstream.endpoints_changed() => {}
                     () = pool.upstream.restores.changed() => {}
+                    () = pool.upstream.group_failures.changed() => {}
                     () = sleep_until(next.into()) => {}
                 }
                 pool.run_once();
@@ -167,6 +171,7 @@ impl Pool {
         self.maintenance_runs.set(self.maintenance_runs.get() + 1);
         let now = clock::now();
         self.notify_of_restores();
+        self.notify_of_groups();
         let endpoints = self.upstream.endpoints();
         let rows = endpoint_rows(&self.upstream, &endpoints, self.seed, now);
         if !self.state.get().is_closed() {
@@ -179,6 +184,16 @@ impl Pool {
     fn notify_of_restores(&self) {
         let notices = self.upstream.restores.notices();
         if self.restore_notices.replace(notices) != notices {
+            self.for_each_connection(Connection::notify_watches);
+        }
+    }
+
+    /// Notifies the watches if an API group has begun to fail at an endpoint.
+    fn notify_of_groups(&self) {
+        let failures = &self.upstream.group_failures;
+        failures.retain(&self.upstream.endpoints(), self.upstream.reporter());
+        let notices = failures.notices();
+        if self.group_notices.replace(notices) != notices {
             self.for_each_connection(Connection::notify_watches);
         }
     }

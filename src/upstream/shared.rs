@@ -22,6 +22,7 @@ use super::compression::Compression;
 use super::credentials::{CredentialClass, Credentials};
 use super::endpoint::{Endpoint, EndpointState};
 use super::endpoint_sources::Sources;
+use super::group_failures::{GroupFailures, Reporter};
 use super::resource_versions::ResourceVersions;
 use super::restores::Restores;
 use super::succession::Successions;
@@ -58,6 +59,8 @@ pub struct Upstream {
     pub memory: Arc<MemoryBudget>,
     /// The API groups whose watches are not resumed because their versions are not ordered.
     pub unordered_groups: UnorderedGroups,
+    /// The API groups that fail at some of its endpoints.
+    pub group_failures: Arc<GroupFailures>,
     /// Whether watches ask for gzip.
     pub compression: Compression,
     /// Which capabilities of apiservers are read.
@@ -112,6 +115,7 @@ impl Upstream {
             metrics: Arc::clone(metrics),
             memory: Arc::clone(memory),
             unordered_groups: UnorderedGroups::default(),
+            group_failures: Arc::default(),
             compression: Compression::default(),
             capabilities: CapabilityDemand::default(),
             connector: ArcSwap::default(),
@@ -202,6 +206,11 @@ impl Upstream {
                 .credentials
                 .tls(CredentialClass::Probe)
                 .is_some_and(|tls| tls.certificate.is_some())
+    }
+
+    /// Where changes of its groups are counted and reported.
+    pub fn reporter(&self) -> Reporter<'_> {
+        Reporter { upstream: &self.name, metrics: &self.metrics }
     }
 
     /// Whether any endpoint is usable.

@@ -79,7 +79,8 @@ impl<'a> Execution<'a> {
             let facts = self.request.facts(Some(&self.slots));
             let effect = self.progress.attempts.step(input, &facts, clock::now(), &mut rng);
             self.count_hedges();
-            self.slots.follow(&self.progress.attempts, &self.request.upstream);
+            let head_wait = self.request.head_wait();
+            self.slots.follow(&self.progress.attempts, &self.request.upstream, head_wait);
             let next = match effect {
                 AttemptEffect::Acquire => Some(self.acquire().await),
                 AttemptEffect::Retry => {
@@ -98,6 +99,10 @@ impl<'a> Execution<'a> {
                     None
                 }
                 AttemptEffect::Hold { until } => Some(self.hold(until).await),
+                AttemptEffect::PauseRetry { delay } => {
+                    sleep(delay).await;
+                    Some(AttemptInput::PauseEnded)
+                }
                 AttemptEffect::Pause { delay } => Some(self.pause(delay).await),
                 AttemptEffect::Refuse(refused) => return Err(refused),
                 AttemptEffect::Respond { .. } | AttemptEffect::Wait => None,
@@ -115,9 +120,11 @@ impl<'a> Execution<'a> {
     /// Counts what has happened to hedges.
     fn count_hedges(&mut self) {
         let upstream = &self.request.upstream;
+        let of_group = self.progress.attempts.is_hedged_as_slow();
+        let budget = if of_group { &upstream.group_budget } else { &upstream.hedge_budget };
         for outcome in self.progress.attempts.hedge_outcomes() {
             if outcome.returns_token() {
-                upstream.hedge_budget.release();
+                budget.release();
             }
             upstream.metrics.hedged(outcome.as_str());
         }
@@ -140,6 +147,7 @@ impl<'a> Execution<'a> {
             Event::Responded(response) => self.responded(attempt, *response),
             Event::Failed(failure) => self.request.failed(attempt, failure),
             Event::Troubled => AttemptInput::Troubled { attempt },
+            Event::Slow => AttemptInput::Slow { attempt },
             Event::Silent => AttemptInput::Silent { attempt },
             Event::HedgeDue => AttemptInput::HedgeDue { attempt },
         }
@@ -148,6 +156,13 @@ impl<'a> Execution<'a> {
     fn responded(&mut self, attempt: usize, response: UpstreamResponse) -> AttemptInput {
         match self.request.compare(response, &mut self.progress.attempts) {
             Ok(response) => {
+                if attempt > 0
+                    && self.progress.attempts.is_hedged_as_slow()
+                    && let Some(silent) = self.slots.connection(0)
+                {
+                    self.request.record_silent_group(silent, &response);
+                }
+                self.request.record_response(&response, self.progress, attempt == 0);
                 self.response = Some(response);
                 AttemptInput::Responded { attempt }
             }
@@ -191,10 +206,10 @@ impl<'a> Execution<'a> {
             Ok(opened) => opened,
             Err(failure) => return Some(request.failed(attempt, failure)),
         };
-        let response = opened.response(request.info.kind, request.resource_versions.is_some());
+        let response = opened.response(request.expected());
         let attempts = &self.progress.attempts;
         self.slots.send(attempt, connection, Box::pin(response));
-        self.slots.follow(attempts, &request.upstream);
+        self.slots.follow(attempts, &request.upstream, request.head_wait());
         None
     }
 

@@ -93,6 +93,15 @@ impl Facts<Rc<Connection>> for RequestFacts<'_> {
         self.request.upstream.not_asked_after_refusal(endpoint)
     }
 
+    fn take_group_token(&self) -> Option<Vec<EndpointKey>> {
+        let waits_at = self.connection_of(0).map(|connection| connection.endpoint.key());
+        self.request.take_group_token(waits_at)
+    }
+
+    fn may_ask_unavailable_group(&self) -> bool {
+        self.request.may_ask_unavailable_group()
+    }
+
     fn has_ready_besides(&self, besides: &[EndpointKey]) -> bool {
         self.request.upstream.has_ready_endpoint_besides(besides)
     }

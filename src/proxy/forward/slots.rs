@@ -4,13 +4,13 @@ use std::future::poll_fn;
 use std::pin::Pin;
 use std::rc::Rc;
 use std::task::{Context, Poll};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use futures_util::future::LocalBoxFuture;
 use jackstay_core::request::attempts::{Awaited, MAX_PARALLEL};
 use jackstay_core::request::retry::Stage;
 use jackstay_sys::clock;
-use tokio::time::sleep_until;
+use tokio::time::{sleep, sleep_until};
 
 use crate::proxy::attempt::{Attempts, FailedAttempt, failed};
 use crate::proxy::upstream_client::{
@@ -29,6 +29,8 @@ pub(super) enum Event {
     Failed(FailedAttempt),
     /// Its connection is in trouble.
     Troubled,
+    /// Its response head is late.
+    Slow,
     /// Its connection is silent.
     Silent,
     /// Its connection is in trouble after the pause between two hedges.
@@ -110,7 +112,13 @@ impl<'a> Slots<'a> {
     }
 
     /// Waits for what the state machine says, and drops the attempts that have ended.
-    pub(super) fn follow(&mut self, attempts: &Attempts, upstream: &Rc<UpstreamClient>) {
+    /// `head_wait`: after which time a head is late; `None` if it never is.
+    pub(super) fn follow(
+        &mut self,
+        attempts: &Attempts,
+        upstream: &Rc<UpstreamClient>,
+        head_wait: Option<Duration>,
+    ) {
         for (attempt, slot) in self.0.iter_mut().enumerate() {
             let Some(awaited) = attempts.awaited(attempt) else {
                 *slot = Slot::Ended;
@@ -119,7 +127,7 @@ impl<'a> Slots<'a> {
             if let Slot::Sent(Sent { connection, awaited: current, .. }) = slot
                 && current.as_ref().is_none_or(|(current, _)| *current != awaited)
             {
-                let event = event(Rc::clone(connection), Rc::clone(upstream), awaited);
+                let event = event(Rc::clone(connection), Rc::clone(upstream), awaited, head_wait);
                 *current = Some((awaited, Box::pin(event)));
             }
         }
@@ -174,10 +182,14 @@ async fn event(
     connection: Rc<Connection>,
     upstream: Rc<UpstreamClient>,
     awaited: Awaited,
+    head_wait: Option<Duration>,
 ) -> Event {
     let Awaited::Loss { silence_from, hedge_from } = awaited else {
-        until_troubled(&connection, &upstream).await;
-        return Event::Troubled;
+        let may_be_slow = awaited == (Awaited::Trouble { may_be_slow: true });
+        return tokio::select! {
+            () = until_troubled(&connection, &upstream) => Event::Troubled,
+            () = after(head_wait.filter(|_| may_be_slow)) => Event::Slow,
+        };
     };
     let silent = async {
         later(silence_from).await;
@@ -196,6 +208,14 @@ async fn event(
         }
         () = silent => Event::Silent,
         () = hedge_due => Event::HedgeDue,
+    }
+}
+
+/// Waits for this time; without one, forever. The timer is boxed, because most requests have none.
+pub(super) async fn after(wait: Option<Duration>) {
+    match wait {
+        Some(wait) => Box::pin(sleep(wait)).await,
+        None => std::future::pending().await,
     }
 }
 

@@ -71,6 +71,7 @@ impl ForwardedRequest {
         {
             versions.is_at(failure.reached, &failure.connection.endpoint);
         }
+        self.record_group_failure(&failure);
         AttemptInput::Failed { attempt, failure }
     }
 

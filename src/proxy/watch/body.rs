@@ -266,6 +266,7 @@ impl WatchBody {
                     self.switch_to(response, "resumed");
                     return self.step(SessionInput::Accepted, "an endpoint continues the watch");
                 }
+                self.context.record_group_answer(&response);
                 let cause = self.context.describe_refusal(&response);
                 (result, Some(Rc::clone(response.permit.connection())), cause)
             }
@@ -291,7 +292,7 @@ impl WatchBody {
         let session = self.relay.session();
         match stream.deferred.map(|reason| session.leave(reason, clock::now())) {
             Some(Leave::Search) => stream.search_stream(&self.context, session),
-            Some(Leave::Lose) => self.stream_lost("the connection does not respond"),
+            Some(Leave::Lose) => self.stream_lost("nothing arrives on the stream any more"),
             Some(Leave::End) => self.stop(NotResumable::Shutdown, "shutdown"),
             Some(Leave::Stay) | None => {}
         }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use jackstay_core::admission::Refusal;
-use jackstay_core::pool::{Preference, StreamRequirements};
+use jackstay_core::pool::{EndpointKey, Preference, StreamRequirements};
 use jackstay_core::request::status_error::StatusError;
 use jackstay_net::tls::certificate::Subject;
 use tokio::sync::oneshot;
@@ -21,6 +21,8 @@ pub struct StreamRequest<'a> {
     /// The resource version that the watch cache of the endpoint should have reached. Endpoints that are known to have
     /// reached it are preferred.
     pub resource_version: Option<(&'a Arc<ResourceRecord>, u64)>,
+    /// Endpoints that are not preferred, because the API group of the request fails there.
+    pub avoided: Vec<EndpointKey>,
     /// The subject that the client has proven, if the request is sent with a client certificate.
     pub client_subject: Option<&'a Subject>,
     /// The versions that the request prefers. A request that is not a watch has no preference after a failure by
@@ -35,6 +37,7 @@ impl<'a> StreamRequest<'a> {
         Self {
             required: StreamRequirements::default(),
             resource_version: None,
+            avoided: Vec::new(),
             client_subject,
             versions: PreferredVersions::default(),
         }
@@ -42,7 +45,7 @@ impl<'a> StreamRequest<'a> {
 
     /// How the request ranks an endpoint.
     pub(super) fn preference(&self, endpoint: &Arc<Endpoint>) -> Preference {
-        preference(self.versions, self.resource_version, endpoint)
+        preference(self.versions, self.resource_version, &self.avoided, endpoint)
     }
 }
 
@@ -51,6 +54,7 @@ impl<'a> StreamRequest<'a> {
 pub(super) struct OwnedPreferences {
     versions: PreferredVersions,
     resource_version: Option<(Arc<ResourceRecord>, u64)>,
+    avoided: Vec<EndpointKey>,
 }
 
 impl OwnedPreferences {
@@ -60,24 +64,28 @@ impl OwnedPreferences {
             versions: request.versions,
             resource_version: resource_version
                 .map(|(record, version)| (Arc::clone(record), version)),
+            avoided: request.avoided.clone(),
         }
     }
 
     /// How the request ranks an endpoint.
     pub(super) fn preference(&self, endpoint: &Arc<Endpoint>) -> Preference {
         let resource_version = self.resource_version.as_ref();
-        preference(self.versions, resource_version.map(|(record, at)| (record, *at)), endpoint)
+        let resource_version = resource_version.map(|(record, at)| (record, *at));
+        preference(self.versions, resource_version, &self.avoided, endpoint)
     }
 }
 
 fn preference(
     versions: PreferredVersions,
     resource_version: Option<(&Arc<ResourceRecord>, u64)>,
+    avoided: &[EndpointKey],
     endpoint: &Arc<Endpoint>,
 ) -> Preference {
     let is_behind =
         resource_version.is_some_and(|(record, version)| !record.has_reached(endpoint, version));
-    Preference { version: versions.rank_of(endpoint), is_behind }
+    let group_fails = avoided.contains(&endpoint.key());
+    Preference { group_fails, version: versions.rank_of(endpoint), is_behind }
 }
 
 /// Why a request got no stream.

@@ -5,8 +5,9 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use http::{HeaderMap, HeaderName, HeaderValue, Request, Uri, header, response};
+use http::{HeaderMap, HeaderName, HeaderValue, Request, StatusCode, Uri, header, response};
 use jackstay_core::endpoint_condition::EndpointCondition;
+use jackstay_core::group_health::{Failure, may_be_signal};
 use jackstay_core::kubernetes_version::MinorVersion;
 use jackstay_core::pool::EndpointKey;
 use jackstay_core::request::info::is_built_in_group;
@@ -149,7 +150,50 @@ impl ResumeContext {
             served_by: self.served_by,
             may_ask_older: session.may_ask_older(),
             parameters: self.parameters().cloned(),
+            avoided: self.avoided(),
         }
+    }
+
+    /// The endpoints at which the API group of the watch fails.
+    fn avoided(&self) -> Vec<EndpointKey> {
+        let failures = &self.upstream.pool.upstream().group_failures;
+        if !failures.any_fails() {
+            return Vec::new();
+        }
+        self.extension_group(|group| failures.avoided(group, false)).unwrap_or_default()
+    }
+
+    /// Whether the API group of the watch fails at this endpoint. `Some(true)` if its streams may have lost their path, too.
+    pub(super) fn group_fails_at(&self, endpoint: &Endpoint) -> Option<bool> {
+        let failures = &self.upstream.pool.upstream().group_failures;
+        if !failures.any_fails() {
+            return None;
+        }
+        self.extension_group(|group| failures.fails_at(group, endpoint.key())).flatten()
+    }
+
+    /// Records what the response to an attempt to continue the watch shows of its API group.
+    pub(super) fn record_group_answer(&self, response: &Response) {
+        let head = &response.head;
+        // The body is not read.
+        let is_failure = head.status != StatusCode::INTERNAL_SERVER_ERROR
+            && may_be_signal(head.status, &head.headers);
+        if !is_failure {
+            return;
+        }
+        let upstream = self.upstream.pool.upstream();
+        let reason = format!("{} to a watch", head.status);
+        let failure = Failure { reason: &reason, is_silent: false, is_probe: false };
+        let endpoint = &response.permit.connection().endpoint;
+        self.extension_group(|group| {
+            upstream.group_failures.failed(group, endpoint, failure, upstream.reporter());
+        });
+    }
+
+    /// Calls `f` with the API group of the watch, unless it is built in.
+    fn extension_group<T>(&self, f: impl FnOnce(&str) -> T) -> Option<T> {
+        let path = self.api_path()?;
+        group(&path).filter(|group| !is_built_in_group(group)).map(f)
     }
 
     /// The head of the request that continues the watch, or starts it again.
@@ -214,11 +258,15 @@ impl ResumeContext {
     /// The endpoints that must not be asked for a stream to which the watch moves.
     pub(super) fn excluded_from_moves(&self) -> Vec<EndpointKey> {
         let restrictions = self.restrictions.as_deref();
-        restrictions.map_or_else(Vec::new, |restrictions| restrictions.without_encoding.clone())
+        let mut excluded = restrictions
+            .map_or_else(Vec::new, |restrictions| restrictions.without_encoding.clone());
+        excluded.extend(self.avoided());
+        excluded
     }
 
     /// Called when an attempt to move was answered.
     pub(super) fn record_move_answer(&mut self, response: &Response) {
+        self.record_group_answer(response);
         if self.attempt_result(response).lacks_encoding() {
             let restrictions = self.restrictions.get_or_insert_default();
             restrictions.without_encoding.push(response.permit.connection().endpoint.key());

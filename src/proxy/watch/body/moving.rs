@@ -1,7 +1,8 @@
 //! Moves a watch to another connection while its stream works.
 //!
 //! A watch is moved because its endpoint has more watches than others ([`crate::upstream::rebalance`]) or is
-//! degraded ([`crate::upstream::evacuation`]), or because its connection drains. The body requests the new
+//! degraded ([`crate::upstream::evacuation`]), because its API group fails there ([`crate::upstream::group_failures`]), or
+//! because its connection drains. The body requests the new
 //! stream at the cursor before it resets the old one. Meanwhile it does not read the old stream: the new one
 //! delivers the same events. So events are delayed until the response head and the first frame of the new
 //! stream arrive, at most by [`MoveReason::head_timeout`], plus [`FIRST_FRAME_TIMEOUT`].
@@ -13,6 +14,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use http::Request;
 use jackstay_core::admission::ByteAccount;
+use jackstay_core::group_health::HEAD_WAIT;
 use jackstay_core::watch::gzip::{ContentCoding, GzipDecoder, GzipError};
 use jackstay_core::watch::relay::Relay;
 use jackstay_core::watch::session::{
@@ -34,6 +36,16 @@ impl WatchBody {
     /// Called when the connection has notified its watches, because some of them should move.
     pub(super) fn notified(&mut self) {
         let Source::Stream(stream) = &mut self.source else { return };
+        let endpoint = &stream.permit.connection().endpoint;
+        if let Some(is_silent) = self.context.group_fails_at(endpoint) {
+            let reason = if is_silent && stream.pace.silence(clock::now()) >= HEAD_WAIT {
+                LeaveReason::GroupSilent
+            } else {
+                LeaveReason::GroupFailed
+            };
+            stream.defer(reason, &self.context.drain);
+            return self.leave_if_possible();
+        }
         stream.await_event(&self.context.drain);
         let session = self.relay.session();
         if let Some((reason, permit)) = take_move_offer(session, stream, &self.context) {
@@ -45,6 +57,12 @@ impl WatchBody {
     /// drains.
     pub(super) fn search_ended(&mut self, permit: Option<Permit>) {
         let Source::Stream(stream) = &mut self.source else { return };
+        let connection = stream.permit.connection();
+        let must_leave = connection.should_drain()
+            || self.context.group_fails_at(&connection.endpoint).is_some();
+        if permit.is_none() && !must_leave {
+            return stream.await_event(&self.context.drain);
+        }
         let session = self.relay.session();
         let found = permit.is_some() && self.context.permits_moves();
         match session.after_search(found, MoveReason::Drain, clock::now()) {
@@ -89,8 +107,13 @@ impl WatchBody {
                 tracing::debug!(reason = cause, "watch not moved");
                 let stays = SessionInput::MoveEnded { moved: false };
                 self.relay.session_mut().step(stays, clock::now());
-                if old.permit.connection().should_drain() {
+                let connection = old.permit.connection();
+                if connection.should_drain()
+                    || self.context.group_fails_at(&connection.endpoint).is_some()
+                {
                     old.search_stream_later(&self.context, self.relay.session());
+                } else {
+                    old.await_event(&self.context.drain);
                 }
                 self.source = Source::Stream(old);
             }

@@ -203,7 +203,8 @@ impl UpstreamStream {
     pub(super) fn search_stream(&mut self, context: &ResumeContext, session: &Session) {
         self.deferred = None;
         let connection = Rc::clone(self.permit.connection());
-        let immediate = connection.drain_urgency() == Some(DrainUrgency::Immediate);
+        let immediate = connection.drain_urgency() == Some(DrainUrgency::Immediate)
+            || context.group_fails_at(&connection.endpoint).is_some();
         let pause = self.searches.pause(immediate, &mut fastrand::Rng::new());
         let (upstream, class) = (Rc::clone(&context.upstream), Rc::clone(&context.class));
         let (proof, wanted) = (context.proof.clone(), context.wanted_version());

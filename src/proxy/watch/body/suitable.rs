@@ -52,6 +52,8 @@ pub(super) struct SuitableEndpoints {
     pub(super) served_by: Option<MinorVersion>,
     pub(super) may_ask_older: bool,
     pub(super) parameters: Option<Rc<RequiredParameters>>,
+    /// The endpoints at which the API group of the watch fails.
+    pub(super) avoided: Vec<EndpointKey>,
 }
 
 /// The parameters of a watch that not every apiserver honours, and the process that served the watch first.
@@ -79,6 +81,7 @@ impl SuitableEndpoints {
         StreamRequest {
             required,
             resource_version: wanted.map(|(record, version)| (record, *version)),
+            avoided: self.avoided.clone(),
             versions: self.preferred_versions(),
             client_subject: proof.subject(),
         }

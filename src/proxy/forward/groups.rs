@@ -1,0 +1,161 @@
+//! The API group of a request that is not built in: which endpoints it prefers, how long it waits for its head, and what its
+//! responses show ([`crate::upstream::group_failures`]).
+
+use std::cell::{Cell, RefCell};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use http::StatusCode;
+use jackstay_core::group_health::{Failure, SLOW_HEAD, reason, signal_of};
+use jackstay_core::pool::EndpointKey;
+use jackstay_core::request::info::{RequestInfo, RequestKind, is_built_in_group};
+use jackstay_core::request::retry;
+use jackstay_core::request::retry::Stage;
+use jackstay_sys::clock;
+
+use super::{ForwardedRequest, Progress};
+use crate::proxy::attempt::FailedAttempt;
+use crate::proxy::upstream_client::UpstreamResponse;
+use crate::upstream::connection::Connection;
+use crate::upstream::endpoint::Endpoint;
+use crate::upstream::group_failures::{GroupFailures, GroupProbe};
+
+/// A request of a group that is not built in.
+#[derive(Debug, Default)]
+pub struct GroupRequest {
+    /// When the last attempt was sent.
+    sent_at: Cell<Option<Instant>>,
+    /// The attempt that shows whether the group works again at an endpoint, if one is.
+    probe: RefCell<Option<GroupProbe>>,
+    /// Tokens that the request has taken from the budget of groups.
+    tokens: Cell<u8>,
+}
+
+impl GroupRequest {
+    /// `None` if the group of the request is built in.
+    pub fn of(info: &RequestInfo) -> Option<Box<Self>> {
+        (!is_built_in_group(info.api_group())).then(Box::default)
+    }
+
+    /// Ends the probe. Returns whether it was sent to this endpoint.
+    fn take_probe(&self, endpoint: EndpointKey) -> bool {
+        self.probe.take().is_some_and(|probe| probe.endpoint() == endpoint)
+    }
+}
+
+impl ForwardedRequest {
+    fn group_failures(&self) -> &Arc<GroupFailures> {
+        &self.upstream.pool.upstream().group_failures
+    }
+
+    /// The endpoints that the request does not prefer because of its group.
+    pub(super) fn avoided(&self) -> Vec<EndpointKey> {
+        if self.group.is_none() || !self.group_failures().any_fails() {
+            return Vec::new();
+        }
+        let may_probe = retry::may_hedge(self.info.kind) && self.upstream.group_budget.has_token();
+        self.group_failures().avoided(self.info.api_group(), may_probe)
+    }
+
+    /// How long the request waits for its response head before another endpoint is asked, too; `None` if it only waits.
+    pub(super) fn head_wait(&self) -> Option<Duration> {
+        let group = self.group.as_ref().filter(|_| retry::may_hedge(self.info.kind))?;
+        let is_probe = group.probe.borrow().is_some();
+        Some(self.group_failures().head_wait(self.info.api_group(), is_probe))
+    }
+
+    /// Called when an attempt is sent to this endpoint.
+    pub(super) fn sent_to_group(&self, endpoint: &Endpoint) {
+        let Some(group) = &self.group else { return };
+        group.sent_at.set(Some(clock::now()));
+        let failures = self.group_failures();
+        if failures.any_fails() && retry::may_hedge(self.info.kind) {
+            group.probe.replace(failures.sent(self.info.api_group(), endpoint.key()));
+        }
+    }
+
+    /// Takes a token for an attempt at another endpoint, if one is ready at which the group does not fail. Returns those at
+    /// which it does. `waits_at`: the endpoint of an attempt that still waits.
+    pub(super) fn take_group_token(
+        &self,
+        waits_at: Option<EndpointKey>,
+    ) -> Option<Vec<EndpointKey>> {
+        let group = self.group.as_ref()?;
+        let mut failing = self.group_failures().avoided(self.info.api_group(), false);
+        failing.extend(waits_at);
+        let is_taken =
+            self.upstream.has_ready_endpoint_besides(&failing) && self.upstream.group_budget.take();
+        group.tokens.set(group.tokens.get() + u8::from(is_taken));
+        is_taken.then_some(failing)
+    }
+
+    /// Whether the group is unavailable only since a moment, and a token was taken.
+    pub(super) fn may_ask_unavailable_group(&self) -> bool {
+        let Some(group) = &self.group else { return false };
+        let is_taken = self.group_failures().unavailable(self.info.api_group())
+            && self.upstream.group_budget.take_unreserved();
+        group.tokens.set(group.tokens.get() + u8::from(is_taken));
+        is_taken
+    }
+
+    /// Records what a failed attempt shows of the group at its endpoint.
+    pub(super) fn record_group_failure(&self, failure: &FailedAttempt) {
+        let is_signal = matches!(failure.stage, Stage::GroupFailed | Stage::GroupUnavailable);
+        if is_signal && let Some(response) = &failure.response {
+            self.group_failed(&failure.connection.endpoint, &reason(&response.1), false);
+        }
+    }
+
+    /// Records that the endpoint of an attempt has not answered, while another one did.
+    pub(super) fn record_silent_group(&self, silent: &Rc<Connection>, response: &UpstreamResponse) {
+        if !response.head.status.is_server_error() {
+            let reason = "no response, while another apiserver has answered";
+            self.group_failed(&silent.endpoint, reason, true);
+        }
+    }
+
+    fn group_failed(&self, endpoint: &Endpoint, reason: &str, is_silent: bool) {
+        let Some(group) = &self.group else { return };
+        let is_probe = group.take_probe(endpoint.key());
+        let failure = Failure { reason, is_silent, is_probe };
+        let (name, reporter) = (self.info.api_group(), self.upstream.pool.upstream().reporter());
+        self.group_failures().failed(name, endpoint, failure, reporter);
+    }
+
+    /// Records what a response for the client shows. `is_first`: it is that of the first attempt of the request.
+    pub(super) fn record_response(
+        &self,
+        response: &UpstreamResponse,
+        progress: &Progress,
+        is_first: bool,
+    ) {
+        let UpstreamResponse { head, prefix, recv, permit, .. } = response;
+        let endpoint = &permit.connection().endpoint;
+        let whole = prefix.as_ref().filter(|_| recv.is_end_stream());
+        let upstream = self.upstream.pool.upstream();
+        if head.status == StatusCode::INTERNAL_SERVER_ERROR
+            && let Some(body) = whole
+        {
+            self.group_failures().webhooks.look_at(body, endpoint, upstream.reporter());
+        }
+        let Some(group) = &self.group else { return };
+        // A safe request with such a response has failed before.
+        if let Some(body) = whole
+            && signal_of(head.status, &head.headers, body).is_some()
+        {
+            return self.group_failed(endpoint, &reason(body), false);
+        }
+        let sent_at = group.sent_at.get().unwrap_or(progress.requested_at);
+        if group.probe.borrow().is_some() || self.group_failures().any_fails() {
+            let is_probe = group.take_probe(endpoint.key());
+            let (name, sent) = (self.info.api_group(), (sent_at, is_probe));
+            self.group_failures().answered(name, endpoint, sent, upstream.reporter());
+        }
+        self.upstream.group_budget.release_all(group.tokens.take());
+        let latency = clock::now().saturating_duration_since(progress.requested_at);
+        if is_first && self.info.kind == RequestKind::Read && latency >= SLOW_HEAD {
+            self.group_failures().took(self.info.api_group(), latency);
+        }
+    }
+}

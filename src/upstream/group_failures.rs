@@ -1,0 +1,251 @@
+//! The API groups of one upstream that fail at some of its endpoints, and the admission webhooks that some cannot reach
+//! ([`jackstay_core::group_health`]).
+//!
+//! All workers share them. While no group fails, a request reads one flag; otherwise, a request of a group that is not built
+//! in takes a mutex.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use jackstay_core::group_health::{Failure, GroupHealth};
+use jackstay_core::pool::EndpointKey;
+use jackstay_sys::clock;
+use jackstay_sys::utc::{Utc, wall_clock};
+use serde::Serialize;
+use tokio::sync::Notify;
+
+use super::endpoint::Endpoint;
+use super::unreachable_webhooks::{UnreachableWebhook, UnreachableWebhooks};
+use crate::observe::Metrics;
+use crate::observe::events::{Change, EventKind};
+
+/// The groups and webhooks of one upstream.
+#[derive(Debug, Default)]
+pub struct GroupFailures {
+    guarded: Mutex<Guarded>,
+    any_fails: AtomicBool,
+    any_slow: AtomicBool,
+    notices: AtomicU32,
+    changed: Notify,
+    /// The admission webhooks that an endpoint cannot reach.
+    pub webhooks: UnreachableWebhooks,
+}
+
+#[derive(Debug, Default)]
+struct Guarded {
+    health: GroupHealth,
+    /// The label of each endpoint at which a group fails.
+    labels: BTreeMap<usize, Arc<str>>,
+}
+
+/// Where changes are counted and reported.
+#[derive(Debug, Clone, Copy)]
+pub struct Reporter<'a> {
+    /// The name of the upstream.
+    pub upstream: &'a str,
+    /// The metrics of the process.
+    pub metrics: &'a Metrics,
+}
+
+/// A group that fails at an endpoint, for `/status`.
+#[derive(Debug, Clone, Serialize)]
+pub struct FailingGroupStatus {
+    group: Box<str>,
+    /// The address of the endpoint.
+    endpoint: Box<str>,
+    /// The words of the apiserver.
+    reason: Box<str>,
+    /// When it began to fail, RFC 3339.
+    since: String,
+    /// Number of failed requests since then.
+    failures: u64,
+    /// Time until a request may show that the group works again, in seconds.
+    probe_in_s: f64,
+}
+
+/// The probe of a group at an endpoint: a request of a client. Dropping it allows another one.
+#[derive(Debug)]
+pub struct GroupProbe {
+    failures: Arc<GroupFailures>,
+    group: Box<str>,
+    endpoint: EndpointKey,
+}
+
+impl GroupProbe {
+    /// The endpoint that it was sent to.
+    pub fn endpoint(&self) -> EndpointKey {
+        self.endpoint
+    }
+}
+
+impl Drop for GroupProbe {
+    fn drop(&mut self) {
+        self.failures.lock().health.probe_abandoned(&self.group, self.endpoint);
+    }
+}
+
+impl GroupFailures {
+    /// Whether a group fails at an endpoint, or is unavailable.
+    pub fn any_fails(&self) -> bool {
+        self.any_fails.load(Ordering::Relaxed)
+    }
+
+    /// The endpoints that a request of this group does not prefer ([`GroupHealth::avoided`]).
+    pub fn avoided(&self, group: &str, may_probe: bool) -> Vec<EndpointKey> {
+        if !self.any_fails() {
+            return Vec::new();
+        }
+        self.lock().health.avoided(group, may_probe, clock::now())
+    }
+
+    /// Whether the group fails at this endpoint. `Some(true)` if its streams may have lost their path, too.
+    pub fn fails_at(&self, group: &str, endpoint: EndpointKey) -> Option<bool> {
+        if !self.any_fails() {
+            return None;
+        }
+        self.lock().health.fails_at(group, endpoint)
+    }
+
+    /// Called when a safe request of the group is sent to this endpoint. Returns the probe if it is one.
+    pub fn sent(self: &Arc<Self>, group: &str, endpoint: EndpointKey) -> Option<GroupProbe> {
+        let is_probe = self.any_fails() && self.lock().health.sent(group, endpoint, clock::now());
+        is_probe.then(|| GroupProbe { failures: Arc::clone(self), group: group.into(), endpoint })
+    }
+
+    /// How long a safe request of the group waits for its head ([`GroupHealth::head_wait`]).
+    pub fn head_wait(&self, group: &str, is_probe: bool) -> Duration {
+        if is_probe || self.any_slow.load(Ordering::Relaxed) {
+            self.lock().health.head_wait(group, is_probe)
+        } else {
+            jackstay_core::group_health::HEAD_WAIT
+        }
+    }
+
+    /// The head of a response of the group took this long.
+    pub fn took(&self, group: &str, latency: Duration) {
+        let mut guarded = self.lock();
+        guarded.health.took(group, latency, clock::now());
+        self.any_slow.store(guarded.health.any_slow(), Ordering::Relaxed);
+    }
+
+    /// A response says that the group is unavailable. Returns whether that is new ([`GroupHealth::unavailable`]).
+    pub fn unavailable(&self, group: &str) -> bool {
+        let mut guarded = self.lock();
+        let is_new = guarded.health.unavailable(group, clock::now());
+        self.publish(&guarded);
+        is_new
+    }
+
+    /// The group has failed at this endpoint.
+    pub fn failed(&self, group: &str, endpoint: &Endpoint, failure: Failure<'_>, to: Reporter<'_>) {
+        let mut guarded = self.lock();
+        let begins = guarded.health.failed(group, endpoint.key(), failure, clock::now());
+        guarded.labels.insert(endpoint.key().0, Arc::clone(&endpoint.label));
+        self.publish(&guarded);
+        drop(guarded);
+        to.metrics.group_failed(to.upstream, &endpoint.label, group);
+        if begins {
+            to.metrics.group_fails(to.upstream, &endpoint.label, group, true);
+            report(group, &endpoint.label, (true, failure.reason), to);
+            self.notices.fetch_add(1, Ordering::Relaxed);
+            self.changed.notify_waiters();
+        }
+    }
+
+    /// The endpoint has answered a request of the group that was sent at this time.
+    pub fn answered(
+        &self,
+        group: &str,
+        endpoint: &Endpoint,
+        (sent_at, is_probe): (Instant, bool),
+        to: Reporter<'_>,
+    ) {
+        let mut guarded = self.lock();
+        let now = clock::now();
+        let ends = guarded.health.answered(group, endpoint.key(), (sent_at, is_probe), now);
+        self.publish(&guarded);
+        drop(guarded);
+        if ends {
+            to.metrics.group_fails(to.upstream, &endpoint.label, group, false);
+            report(group, &endpoint.label, (false, "a request of the group was answered"), to);
+        }
+    }
+
+    /// Forgets endpoints that are not in the set, and failures that no request has confirmed for a long time.
+    pub fn retain(&self, endpoints: &[Arc<Endpoint>], to: Reporter<'_>) {
+        if !self.any_fails() {
+            return;
+        }
+        let keys: Vec<_> = endpoints.iter().map(|endpoint| endpoint.key()).collect();
+        let mut guarded = self.lock();
+        let ended = guarded.health.retain(&keys, clock::now());
+        for (group, endpoint) in ended {
+            if let Some(label) = guarded.labels.get(&endpoint.0) {
+                to.metrics.group_fails(to.upstream, label, &group, false);
+            }
+        }
+        guarded.labels.retain(|key, _| keys.contains(&EndpointKey(*key)));
+        self.publish(&guarded);
+    }
+
+    /// Number of failures that have begun so far; wraps around.
+    pub fn notices(&self) -> u32 {
+        self.notices.load(Ordering::Relaxed)
+    }
+
+    /// Waits until a failure begins.
+    pub async fn changed(&self) {
+        self.changed.notified().await;
+    }
+
+    /// The groups that fail, in alphabetical order.
+    pub fn list(&self) -> Vec<FailingGroupStatus> {
+        let now = clock::now();
+        let guarded = self.lock();
+        let failing = guarded.health.failing().into_iter();
+        let shown = failing.map(|one| FailingGroupStatus {
+            endpoint: guarded.labels.get(&one.endpoint.0).map_or("", |label| label).into(),
+            group: one.group,
+            reason: one.reason,
+            since: Utc(wall_clock() - now.saturating_duration_since(one.since)).seconds(),
+            failures: one.failures,
+            probe_in_s: one.probe_at.saturating_duration_since(now).as_secs_f64(),
+        });
+        shown.collect()
+    }
+
+    /// The webhooks that an endpoint cannot reach.
+    pub fn unreachable_webhooks(&self) -> Vec<UnreachableWebhook> {
+        self.webhooks.list()
+    }
+
+    fn publish(&self, guarded: &Guarded) {
+        self.any_fails.store(guarded.health.any_fails(), Ordering::Relaxed);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Guarded> {
+        self.guarded.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn report(group: &str, endpoint: &str, (fails, reason): (bool, &str), to: Reporter<'_>) {
+    let states = ["works", "fails"];
+    let (from, now) = (states[usize::from(!fails)], states[usize::from(fails)]);
+    to.metrics.events().changed(&Change {
+        kind: EventKind::Group,
+        upstream: Some(to.upstream),
+        name: &format!("{group} at {endpoint}"),
+        detail: "",
+        from,
+        to: now,
+        reason,
+        effect: if fails {
+            "its requests prefer other endpoints; built-in groups are not affected"
+        } else {
+            "its requests use the endpoint again"
+        },
+        bad: fails,
+    });
+}

@@ -15,6 +15,7 @@ mod consistent_reads;
 mod demo_apiserver;
 mod discovery;
 mod expired_versions;
+mod failing_groups;
 mod goaway_chance;
 mod h2spec;
 mod header_limits;

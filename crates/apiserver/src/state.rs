@@ -34,6 +34,18 @@ impl ScriptedResponse {
         }
     }
 
+    /// A response in text, as Go's `http.Error` writes it.
+    pub fn text(code: u16, body: &'static str) -> Self {
+        let headers =
+            [("content-type", "text/plain; charset=utf-8"), ("x-content-type-options", "nosniff")];
+        Self {
+            status: code,
+            headers: headers.map(|(name, value)| (name.to_owned(), value.to_owned())).into(),
+            body: Bytes::from_static(body.as_bytes()),
+            cut: false,
+        }
+    }
+
     /// The rejection by the limit of requests in flight.
     pub(super) fn too_many_requests() -> Self {
         let headers = [("content-type", "text/plain; charset=utf-8"), ("retry-after", "1")];

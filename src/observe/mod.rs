@@ -31,6 +31,7 @@ pub mod rate_limited_warnings;
 pub mod redact;
 mod registry;
 pub mod repeat_filter;
+pub mod reporter;
 pub mod scrape_metrics;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -48,6 +49,7 @@ pub use passthrough_metrics::PassthroughMetrics;
 pub use rate_limited_warnings::RateLimitedWarnings;
 pub use redact::redact_path;
 pub use repeat_filter::RepeatFilter;
+pub use reporter::Reporter;
 pub use scrape_metrics::{CertificateExpiry, ConfiguredSeries};
 
 /// Locks a mutex. A thread that panicked with the lock held is ignored, because each critical section leaves

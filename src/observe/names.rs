@@ -113,7 +113,7 @@ table! {
     RETRIES = Counter "jackstay_retries_total" ["reason"] "requests",
         "Requests that were retried, by reason. not_sent, unprocessed, lost: the attempt failed before a response. too_old, not_reached: the watch cache lacked the version. rejected: an overloaded apiserver. starting: a 401 or 403 of one that may have just started. group_failed, group_unavailable: it cannot reach the server of the API group, or says that this is unavailable.";
     GROUP_FAILURES = Counter "jackstay_group_failures_total" ["upstream", "endpoint", "group"] "requests",
-        "Requests of an API group that is not built in which an endpoint could not serve although it is healthy: it has lost its path to an aggregated apiserver or a conversion webhook. Groups after the 32nd are counted as other.";
+        "Requests that a healthy endpoint could not serve because it has lost its path to the aggregated apiserver or the conversion webhook of their API group. Groups after the 32nd are counted as other.";
     GROUP_FAILING = Gauge "jackstay_group_failing" ["upstream", "endpoint", "group"] "groups",
         "1 while the API group fails at the endpoint, so that its requests prefer other endpoints, else 0. In the group other, the number of such groups.";
     RETRIES_REFUSED = Counter "jackstay_retries_refused_total" ["reason"] "requests",

@@ -23,6 +23,7 @@ use jackstay_net::http2_error::describe_h2_error;
 use jackstay_sys::clock;
 
 use super::body_prefix::body_prefix;
+use super::group_request::GroupRequest;
 use super::request_body::{RequestBody, UploadTask};
 use super::upstream_client::UpstreamResponse;
 use crate::upstream::connection::{Connection, Permit};
@@ -90,7 +91,7 @@ impl Attempt {
     /// Nothing is forwarded before that, so the request can be repeated if the connection is lost.
     pub(super) async fn response(
         self,
-        expected: Expected,
+        expected: Expected<'_>,
     ) -> Result<UpstreamResponse, FailedAttempt> {
         let Self { mut permit, response, upload } = self;
         let connection = Rc::clone(permit.connection());
@@ -124,29 +125,28 @@ impl Attempt {
 
 /// What decides whether a response is a rejection that another endpoint is asked about.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Expected {
+pub(super) struct Expected<'a> {
     /// The kind of the request.
     pub(super) kind: RequestKind,
     /// Another endpoint is asked if the apiserver has not reached the version of the request.
     pub(super) has_versions: bool,
-    /// The API group of the request is not built in.
-    pub(super) has_group: bool,
+    /// `None` if the API group of the request is built in.
+    pub(super) group: Option<&'a GroupRequest>,
 }
 
 /// Which rejections a response may be, after its head.
 #[derive(Debug, Clone, Copy)]
-struct PossibleRejection {
+struct PossibleRejection<'a> {
     stage: Option<Stage>,
-    /// It may show that the API group fails at the endpoint.
-    may_be_signal: bool,
+    /// It may show that this API group fails at the endpoint.
+    group: Option<&'a GroupRequest>,
 }
 
-impl PossibleRejection {
-    fn of(expected: Expected, head: &response::Parts, connection: &Connection) -> Self {
-        let Expected { kind, has_versions, has_group } = expected;
+impl<'a> PossibleRejection<'a> {
+    fn of(expected: Expected<'a>, head: &response::Parts, connection: &Connection) -> Self {
+        let Expected { kind, has_versions, group } = expected;
         let stage = retry::stage_of_rejection(kind, head.status.as_u16());
-        let may_be_signal = has_group
-            && stage.is_some()
+        let may_be_signal = stage.is_some()
             && group_health::may_be_signal(head.status, &head.headers)
             && is_at_most(&head.headers, group_health::MAX_BODY);
         let stage = stage.filter(|stage| match stage {
@@ -159,13 +159,13 @@ impl PossibleRejection {
             Stage::GroupFailed => false,
             _ => is_short(&head.headers),
         });
-        Self { stage, may_be_signal }
+        Self { stage, group: group.filter(|_| may_be_signal) }
     }
 
     /// The longest body of such a rejection in bytes; `None` if the response is none.
     fn longest_body(self, head: &response::Parts) -> Option<usize> {
         match self.stage {
-            _ if self.may_be_signal => Some(group_health::MAX_BODY),
+            _ if self.group.is_some() => Some(group_health::MAX_BODY),
             Some(Stage::Starting) => Some(start_up::MAX_BODY),
             Some(_) => Some(REJECTION_MAX_BODY),
             None => may_be_rejection(head.status, &head.headers).then_some(REJECTION_MAX_BODY),
@@ -175,8 +175,8 @@ impl PossibleRejection {
     /// Which rejection the response is, why, and the version that the endpoint has reached if it is about that; `None`
     /// if it is none.
     fn rejection(self, head: &response::Parts, body: &Bytes) -> Option<(Stage, &'static str, u64)> {
-        if self.may_be_signal
-            && let Some(signal) = group_health::signal_of(head.status, &head.headers, body)
+        if let Some(group) = self.group
+            && let Some(signal) = group.signal_of(head.status, &head.headers, body)
             && !(self.stage == Some(Stage::NotReached) && current_of_too_large(body).is_some())
         {
             let stage = match signal {

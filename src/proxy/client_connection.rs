@@ -42,7 +42,7 @@ use super::consistent_reads::client::LastClient;
 use super::consistent_reads::{RequestClient, RequestVersions};
 use super::credential_selector::{SelectedCredential, TokenProof};
 use super::forward::ForwardedRequest;
-use super::forward::groups::GroupRequest;
+use super::group_request::GroupRequest;
 use super::heartbeat::is_heartbeat;
 use super::listener_service::{CurrentService, ListenerService};
 use super::request_body::RequestBody;

@@ -12,7 +12,7 @@
 
 mod execution;
 mod facts;
-pub(super) mod groups;
+mod groups;
 mod slots;
 mod versions;
 
@@ -35,7 +35,6 @@ use jackstay_core::watch::request::WatchRequest;
 use jackstay_sys::clock;
 use tokio::task::spawn_local;
 
-use self::groups::GroupRequest;
 use self::slots::{FirstResponse, Response as PendingResponse, after};
 use super::admission::unproven_requests::UnprovenRequest;
 use super::attempt::{Attempt, AttemptInput, Attempts, Expected, FailedAttempt, failed};
@@ -43,6 +42,7 @@ use super::client_certificate::IdentityProof;
 use super::consistent_reads::RequestVersions;
 use super::consistent_reads::learner::Learned;
 use super::drain::DrainWatcher;
+use super::group_request::GroupRequest;
 use super::request_body::{RequestBody, UploadTask};
 use super::response_body::{ForwardResult, FullBody, ResponseBody, StreamedBody};
 use super::upstream_client::{UpstreamClient, UpstreamResponse, release_window, until_troubled};
@@ -196,11 +196,11 @@ impl ForwardedRequest {
     }
 
     /// What its responses may be.
-    fn expected(&self) -> Expected {
+    fn expected(&self) -> Expected<'_> {
         Expected {
             kind: self.info.kind,
             has_versions: self.resource_versions.is_some(),
-            has_group: self.group.is_some(),
+            group: self.group.as_deref(),
         }
     }
 

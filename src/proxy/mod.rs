@@ -17,6 +17,7 @@ mod consistent_reads;
 pub mod credential_selector;
 pub mod drain;
 pub mod forward;
+mod group_request;
 mod head_errors;
 mod head_timeout;
 mod heartbeat;

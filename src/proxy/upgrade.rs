@@ -37,6 +37,7 @@ use hyper_util::rt::TokioIo;
 use jackstay_core::request::hygiene;
 use jackstay_core::request::retry::RetryRefusal;
 use jackstay_core::request::status_error::StatusError;
+use jackstay_core::watch::request::group;
 use tokio::io::{AsyncWriteExt, copy_bidirectional_with_sizes};
 use tokio::task::spawn_local;
 use tokio::time::sleep;
@@ -142,7 +143,9 @@ async fn send(
     set_framing(&mut request);
     let upstream = client.pool.upstream();
     let versions = preferred_versions(upstream, request.headers().get(USER_AGENT));
-    let mut connection = http1::open(upstream, class, proof.subject(), versions, open_to)
+    let path = upstream.path_prefix.strip_sent(request.uri().path());
+    let group = path.as_deref().and_then(group).unwrap_or_default();
+    let mut connection = http1::open(upstream, class, proof.subject(), (versions, group), open_to)
         .await
         .map_err(|unavailable| StatusError::from(&unavailable))?;
     let endpoint = Arc::clone(&connection.endpoint);

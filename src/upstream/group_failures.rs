@@ -16,9 +16,9 @@ use jackstay_sys::utc::{Utc, wall_clock};
 use serde::Serialize;
 use tokio::sync::Notify;
 
-use super::endpoint::Endpoint;
+use super::endpoint::{Endpoint, EndpointState};
 use super::unreachable_webhooks::{UnreachableWebhook, UnreachableWebhooks};
-use crate::observe::Metrics;
+use crate::observe::Reporter;
 use crate::observe::events::{Change, EventKind};
 
 /// The groups and webhooks of one upstream.
@@ -38,15 +38,6 @@ struct Guarded {
     health: GroupHealth,
     /// The label of each endpoint at which a group fails.
     labels: BTreeMap<usize, Arc<str>>,
-}
-
-/// Where changes are counted and reported.
-#[derive(Debug, Clone, Copy)]
-pub struct Reporter<'a> {
-    /// The name of the upstream.
-    pub upstream: &'a str,
-    /// The metrics of the process.
-    pub metrics: &'a Metrics,
 }
 
 /// A group that fails at an endpoint, for `/status`.
@@ -117,7 +108,7 @@ impl GroupFailures {
     /// How long a safe request of the group waits for its head ([`GroupHealth::head_wait`]).
     pub fn head_wait(&self, group: &str, is_probe: bool) -> Duration {
         if is_probe || self.any_slow.load(Ordering::Relaxed) {
-            self.lock().health.head_wait(group, is_probe)
+            self.lock().health.head_wait(group, is_probe, clock::now())
         } else {
             jackstay_core::group_health::HEAD_WAIT
         }
@@ -130,7 +121,8 @@ impl GroupFailures {
         self.any_slow.store(guarded.health.any_slow(), Ordering::Relaxed);
     }
 
-    /// A response says that the group is unavailable. Returns whether that is new ([`GroupHealth::unavailable`]).
+    /// A response says that the group is unavailable. Returns whether it was available a moment ago
+    /// ([`GroupHealth::unavailable`]).
     pub fn unavailable(&self, group: &str) -> bool {
         let mut guarded = self.lock();
         let is_new = guarded.health.unavailable(group, clock::now());
@@ -145,6 +137,7 @@ impl GroupFailures {
         guarded.labels.insert(endpoint.key().0, Arc::clone(&endpoint.label));
         self.publish(&guarded);
         drop(guarded);
+        let Some(begins) = begins else { return };
         to.metrics.group_failed(to.upstream, &endpoint.label, group);
         if begins {
             to.metrics.group_fails(to.upstream, &endpoint.label, group, true);
@@ -173,20 +166,24 @@ impl GroupFailures {
         }
     }
 
-    /// Forgets endpoints that are not in the set, and failures that no request has confirmed for a long time.
+    /// Forgets endpoints that are ejected or not in the set, and failures that no request has confirmed for a long time.
     pub fn retain(&self, endpoints: &[Arc<Endpoint>], to: Reporter<'_>) {
-        if !self.any_fails() {
+        if !self.any_fails() && !self.any_slow.load(Ordering::Relaxed) {
             return;
         }
-        let keys: Vec<_> = endpoints.iter().map(|endpoint| endpoint.key()).collect();
+        let kept = endpoints.iter().filter(|endpoint| endpoint.state() != EndpointState::Ejected);
+        let keys: Vec<_> = kept.map(|endpoint| endpoint.key()).collect();
         let mut guarded = self.lock();
         let ended = guarded.health.retain(&keys, clock::now());
         for (group, endpoint) in ended {
             if let Some(label) = guarded.labels.get(&endpoint.0) {
                 to.metrics.group_fails(to.upstream, label, &group, false);
+                let reason = "its endpoint is out, or no request has shown it for a long time";
+                report(&group, label, (false, reason), to);
             }
         }
         guarded.labels.retain(|key, _| keys.contains(&EndpointKey(*key)));
+        self.any_slow.store(guarded.health.any_slow(), Ordering::Relaxed);
         self.publish(&guarded);
     }
 

@@ -97,7 +97,7 @@ pub struct Http1Response {
 
 /// Opens a connection to the best endpoint, or to the next one if that fails or is slow. `proven` is
 /// the subject that the client has proven, if the request goes upstream with a certificate. `load`
-/// returns the load of an endpoint by its label.
+/// returns the load of an endpoint by its label. Endpoints at which the API group `group` fails come last of their state.
 ///
 /// # Errors
 /// No credential matches, every endpoint failed, or the time limit is over.
@@ -105,7 +105,7 @@ pub async fn open(
     upstream: &Upstream,
     class: CredentialClass,
     proven: Option<&Subject>,
-    versions: PreferredVersions,
+    (versions, group): (PreferredVersions, &str),
     load: impl Fn(&Arc<str>) -> usize,
 ) -> Result<Http1Connection, Unavailable> {
     let tls = upstream.credentials.tls(class).ok_or(Unavailable::NoCredential)?;
@@ -118,11 +118,17 @@ pub async fn open(
     drop(config);
     // Without a usable endpoint the client receives its error as soon as for any other request.
     let limit = if upstream.is_usable() { base } else { base.min(UNAVAILABLE_AFTER) };
+    let avoided = upstream.group_failures.avoided(group, false);
     let mut candidates: Vec<_> = upstream
         .endpoints()
         .iter()
         .map(|endpoint| Candidate {
-            rank: (endpoint.state(), versions.rank_of(endpoint), endpoint.is_fallback()),
+            rank: (
+                endpoint.state(),
+                avoided.contains(&endpoint.key()),
+                versions.rank_of(endpoint),
+                endpoint.is_fallback(),
+            ),
             load: load(&endpoint.label),
             endpoint: Arc::clone(endpoint),
         })
@@ -167,8 +173,8 @@ fn record_failure(endpoint: &Endpoint, failure: ConnectFailure) -> String {
 }
 
 struct Candidate {
-    /// State, rank by the preferred versions, and whether it is a fallback.
-    rank: (EndpointState, u8, bool),
+    /// State, whether the API group fails there, rank by the preferred versions, and whether it is a fallback.
+    rank: (EndpointState, bool, u8, bool),
     load: usize,
     endpoint: Arc<Endpoint>,
 }
@@ -318,7 +324,7 @@ mod tests {
         let metrics = Metrics::new().endpoint("u", name);
         let address = EndpointAddress { host: name.to_owned(), port: 6443 };
         let endpoint = Endpoint::new(&"u".into(), &address, None, metrics).unwrap();
-        Candidate { rank: (state, 0, false), load, endpoint }
+        Candidate { rank: (state, false, 0, false), load, endpoint }
     }
 
     #[test]

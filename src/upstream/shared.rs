@@ -22,13 +22,13 @@ use super::compression::Compression;
 use super::credentials::{CredentialClass, Credentials};
 use super::endpoint::{Endpoint, EndpointState};
 use super::endpoint_sources::Sources;
-use super::group_failures::{GroupFailures, Reporter};
+use super::group_failures::GroupFailures;
 use super::resource_versions::ResourceVersions;
 use super::restores::Restores;
 use super::succession::Successions;
 use super::unordered_groups::UnorderedGroups;
 use super::version_floors::VersionFloors;
-use crate::observe::Metrics;
+use crate::observe::{Metrics, Reporter};
 
 /// The state of one upstream that all workers share.
 #[derive(Debug)]

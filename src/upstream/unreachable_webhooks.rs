@@ -12,7 +12,7 @@ use jackstay_sys::utc::{Utc, wall_clock};
 use serde::Serialize;
 
 use super::endpoint::Endpoint;
-use super::group_failures::Reporter;
+use crate::observe::Reporter;
 use crate::observe::events::{Change, EventKind};
 
 /// Maximum number of pairs of webhook and endpoint that are remembered.

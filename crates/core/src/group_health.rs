@@ -6,7 +6,7 @@
 //!
 //! | response to a request of a group that is not built in | sent by | the group fails at this endpoint |
 //! |---|---|---|
-//! | 503, `text/plain`, "service unavailable" | the aggregator: the `APIService` has the condition `Available=False` (`proxyError` in `handler_proxy.go` of `k8s.io/kube-aggregator`) | yes. All apiservers share that state, and each that cannot reach the server sets it, until one that can corrects it: if the group fails everywhere, a safe request is sent again after a pause |
+//! | 503, `text/plain`, "service unavailable" | the aggregator: the `APIService` has the condition `Available=False` (`proxyError` in `handler_proxy.go` of `k8s.io/kube-aggregator`) | no. All apiservers share that state; one that cannot reach the server sets it, and the others correct it, in turn: a safe request is sent again after a pause |
 //! | 503, `text/plain`, any other text | the aggregator, whose request to the server has failed (`responder.Error`) | yes |
 //! | 504 | the aggregator or the filter for timeouts | yes |
 //! | 500, "conversion webhook for … failed: Post …" | the converter of custom resources (`webhook_converter.go` in `k8s.io/apiextensions-apiserver`) | yes |
@@ -61,7 +61,9 @@ const MAX_NAME: usize = 253;
 pub const MAX_BODY: usize = 4 * 1024;
 /// The aggregator's text for a group that is unavailable.
 const UNAVAILABLE: &[u8] = b"service unavailable";
-/// How long a group may be unavailable before its requests are not sent again for that reason.
+/// What Go says of an exceeded deadline.
+const DEADLINE: &[u8] = b"context deadline exceeded";
+/// How long ago a group must have been available for its requests to be sent again.
 const UNAVAILABLE_TIME: Duration = Duration::from_secs(1);
 /// Maximum length of a reason, in bytes.
 const MAX_REASON: usize = 200;
@@ -85,12 +87,20 @@ pub fn may_be_signal(status: StatusCode, headers: &HeaderMap) -> bool {
     }
 }
 
-/// The signal of a response with this head and body; `None` if it is none.
-pub fn signal_of(status: StatusCode, headers: &HeaderMap, body: &[u8]) -> Option<GroupSignal> {
+/// The signal of a response with this head and body; `None` if it is none. `has_timeout`: the query of the request has
+/// `timeout`, by which its client chooses the deadline of the apiserver (`request_deadline.go` in `k8s.io/apiserver`).
+pub fn signal_of(
+    status: StatusCode,
+    headers: &HeaderMap,
+    body: &[u8],
+    has_timeout: bool,
+) -> Option<GroupSignal> {
     if !may_be_signal(status, headers) || body.len() > MAX_BODY {
         return None;
     }
     match status {
+        StatusCode::GATEWAY_TIMEOUT if has_timeout => None,
+        _ if has_timeout && find(body, DEADLINE).is_some() => None,
         StatusCode::SERVICE_UNAVAILABLE if body.trim_ascii() == UNAVAILABLE => {
             Some(GroupSignal::Unavailable)
         }
@@ -125,8 +135,11 @@ fn find(body: &[u8], text: &[u8]) -> Option<usize> {
     body.windows(text.len()).position(|part| part == text)
 }
 
-/// The reason for a log line: the printable part of the words of an apiserver.
+/// The reason for a log line: the printable part of the words of an apiserver, or the message of its `Status` in JSON.
 pub fn reason(body: &[u8]) -> String {
+    let status = || serde_json::from_slice::<serde_json::Value>(body).ok();
+    let message = status().and_then(|status| Some(status["message"].as_str()?.to_owned()));
+    let body = message.as_deref().map_or(body, str::as_bytes);
     let text = String::from_utf8_lossy(&body[..body.len().min(MAX_REASON)]);
     let printable =
         |c: char| if c.is_control() || c == char::REPLACEMENT_CHARACTER { ' ' } else { c };
@@ -170,7 +183,7 @@ struct Group {
     endpoints: Vec<AtEndpoint>,
     /// The slowest head, and when it arrived.
     slowest: Option<(Duration, Instant)>,
-    /// Since when every response says that the group is unavailable, and when the last one did.
+    /// When a response first said that the group is unavailable after one that did not, and when the last one did.
     unavailable: Option<(Instant, Instant)>,
 }
 
@@ -242,18 +255,19 @@ impl GroupHealth {
         }
     }
 
-    /// The group has failed at this endpoint. Returns whether it did not fail there before.
+    /// The group has failed at this endpoint. Returns whether it did not fail there before; `None` if that is not remembered,
+    /// because there are too many groups.
     pub fn failed(
         &mut self,
         group: &str,
         endpoint: EndpointKey,
         failure: Failure<'_>,
         now: Instant,
-    ) -> bool {
+    ) -> Option<bool> {
         let Failure { reason, is_silent, is_probe } = failure;
         self.prune(now);
         if !self.may_remember(group) {
-            return false;
+            return None;
         }
         let endpoints = &mut self.0.entry(group.into()).or_default().endpoints;
         let one = match endpoints.iter_mut().position(|one| one.endpoint == endpoint) {
@@ -284,10 +298,11 @@ impl GroupHealth {
         }
         one.failures += 1;
         (one.last_failure, one.is_silent, one.reason) = (now, is_silent, reason.into());
-        begins
+        Some(begins)
     }
 
-    /// A response says that the group is unavailable. Returns whether that is new, so that a request may be sent again.
+    /// A response says that the group is unavailable. Returns whether it was available a moment ago, so that a request may be
+    /// sent again.
     pub fn unavailable(&mut self, group: &str, now: Instant) -> bool {
         self.prune(now);
         if !self.may_remember(group) {
@@ -309,7 +324,7 @@ impl GroupHealth {
         now: Instant,
     ) -> bool {
         if let Some(group) = self.0.get_mut(group) {
-            group.unavailable = group.unavailable.filter(|(_, last)| sent_at <= *last);
+            group.unavailable = None;
         }
         let Some(one) = self.at(group, endpoint) else { return false };
         let ends = one.fails() && (is_probe || sent_at > one.last_failure);
@@ -333,9 +348,10 @@ impl GroupHealth {
 
     /// How long a safe request of the group waits for its head before another endpoint is asked, too: twice as long as the
     /// slowest answer of the last minutes.
-    pub fn head_wait(&self, group: &str, is_probe: bool) -> Duration {
+    pub fn head_wait(&self, group: &str, is_probe: bool, now: Instant) -> Duration {
         let slowest = self.0.get(group).and_then(|group| group.slowest);
-        let slowest = slowest.map_or(Duration::ZERO, |(latency, _)| latency);
+        let recent = slowest.filter(|(_, at)| now < *at + SLOW_MEMORY);
+        let slowest = recent.map_or(Duration::ZERO, |(latency, _)| latency);
         (2 * slowest).clamp(if is_probe { PROBE_WAIT } else { HEAD_WAIT }, LONGEST_HEAD_WAIT)
     }
 

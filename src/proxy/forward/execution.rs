@@ -121,10 +121,11 @@ impl<'a> Execution<'a> {
     fn count_hedges(&mut self) {
         let upstream = &self.request.upstream;
         let of_group = self.progress.attempts.is_hedged_as_slow();
-        let budget = if of_group { &upstream.group_budget } else { &upstream.hedge_budget };
         for outcome in self.progress.attempts.hedge_outcomes() {
-            if outcome.returns_token() {
-                budget.release();
+            match outcome.returns_token() {
+                true if of_group => self.request.return_group_token(),
+                true => upstream.hedge_budget.release(),
+                false => {}
             }
             upstream.metrics.hedged(outcome.as_str());
         }

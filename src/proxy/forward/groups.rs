@@ -1,15 +1,14 @@
 //! The API group of a request that is not built in: which endpoints it prefers, how long it waits for its head, and what its
 //! responses show ([`crate::upstream::group_failures`]).
 
-use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use http::StatusCode;
-use jackstay_core::group_health::{Failure, SLOW_HEAD, reason, signal_of};
+use jackstay_core::group_health::{Failure, GroupSignal, SLOW_HEAD, reason};
 use jackstay_core::pool::EndpointKey;
-use jackstay_core::request::info::{RequestInfo, RequestKind, is_built_in_group};
+use jackstay_core::request::info::RequestKind;
 use jackstay_core::request::retry;
 use jackstay_core::request::retry::Stage;
 use jackstay_sys::clock;
@@ -19,30 +18,7 @@ use crate::proxy::attempt::FailedAttempt;
 use crate::proxy::upstream_client::UpstreamResponse;
 use crate::upstream::connection::Connection;
 use crate::upstream::endpoint::Endpoint;
-use crate::upstream::group_failures::{GroupFailures, GroupProbe};
-
-/// A request of a group that is not built in.
-#[derive(Debug, Default)]
-pub struct GroupRequest {
-    /// When the last attempt was sent.
-    sent_at: Cell<Option<Instant>>,
-    /// The attempt that shows whether the group works again at an endpoint, if one is.
-    probe: RefCell<Option<GroupProbe>>,
-    /// Tokens that the request has taken from the budget of groups.
-    tokens: Cell<u8>,
-}
-
-impl GroupRequest {
-    /// `None` if the group of the request is built in.
-    pub fn of(info: &RequestInfo) -> Option<Box<Self>> {
-        (!is_built_in_group(info.api_group())).then(Box::default)
-    }
-
-    /// Ends the probe. Returns whether it was sent to this endpoint.
-    fn take_probe(&self, endpoint: EndpointKey) -> bool {
-        self.probe.take().is_some_and(|probe| probe.endpoint() == endpoint)
-    }
-}
+use crate::upstream::group_failures::GroupFailures;
 
 impl ForwardedRequest {
     fn group_failures(&self) -> &Arc<GroupFailures> {
@@ -51,27 +27,31 @@ impl ForwardedRequest {
 
     /// The endpoints that the request does not prefer because of its group.
     pub(super) fn avoided(&self) -> Vec<EndpointKey> {
-        if self.group.is_none() || !self.group_failures().any_fails() {
+        let Some(group) = self.group.as_ref().filter(|_| self.group_failures().any_fails()) else {
             return Vec::new();
-        }
-        let may_probe = retry::may_hedge(self.info.kind) && self.upstream.group_budget.has_token();
+        };
+        let may_probe = retry::may_hedge(self.info.kind)
+            && !group.is_probing()
+            && self.upstream.group_budget.has_token();
         self.group_failures().avoided(self.info.api_group(), may_probe)
     }
 
     /// How long the request waits for its response head before another endpoint is asked, too; `None` if it only waits.
     pub(super) fn head_wait(&self) -> Option<Duration> {
         let group = self.group.as_ref().filter(|_| retry::may_hedge(self.info.kind))?;
-        let is_probe = group.probe.borrow().is_some();
+        let is_probe = group.is_probing();
         Some(self.group_failures().head_wait(self.info.api_group(), is_probe))
     }
 
     /// Called when an attempt is sent to this endpoint.
     pub(super) fn sent_to_group(&self, endpoint: &Endpoint) {
         let Some(group) = &self.group else { return };
-        group.sent_at.set(Some(clock::now()));
+        group.sent();
         let failures = self.group_failures();
-        if failures.any_fails() && retry::may_hedge(self.info.kind) {
-            group.probe.replace(failures.sent(self.info.api_group(), endpoint.key()));
+        // A hedge leaves the probe to the attempt before.
+        let may_probe = retry::may_hedge(self.info.kind) && !group.is_probing();
+        if may_probe && let Some(probe) = failures.sent(self.info.api_group(), endpoint.key()) {
+            group.set_probe(probe);
         }
     }
 
@@ -86,23 +66,33 @@ impl ForwardedRequest {
         failing.extend(waits_at);
         let is_taken =
             self.upstream.has_ready_endpoint_besides(&failing) && self.upstream.group_budget.take();
-        group.tokens.set(group.tokens.get() + u8::from(is_taken));
+        group.count_token(is_taken);
         is_taken.then_some(failing)
     }
 
-    /// Whether the group is unavailable only since a moment, and a token was taken.
+    /// Whether the group was available a moment ago, and a token was taken.
     pub(super) fn may_ask_unavailable_group(&self) -> bool {
         let Some(group) = &self.group else { return false };
         let is_taken = self.group_failures().unavailable(self.info.api_group())
             && self.upstream.group_budget.take_unreserved();
-        group.tokens.set(group.tokens.get() + u8::from(is_taken));
+        group.count_token(is_taken);
         is_taken
+    }
+
+    /// Puts back the token of a hedge that was not sent.
+    pub(super) fn return_group_token(&self) {
+        if let Some(group) = &self.group
+            && group.return_token()
+        {
+            self.upstream.group_budget.release();
+        }
     }
 
     /// Records what a failed attempt shows of the group at its endpoint.
     pub(super) fn record_group_failure(&self, failure: &FailedAttempt) {
-        let is_signal = matches!(failure.stage, Stage::GroupFailed | Stage::GroupUnavailable);
-        if is_signal && let Some(response) = &failure.response {
+        if failure.stage == Stage::GroupFailed
+            && let Some(response) = &failure.response
+        {
             self.group_failed(&failure.connection.endpoint, &reason(&response.1), false);
         }
     }
@@ -141,20 +131,25 @@ impl ForwardedRequest {
         }
         let Some(group) = &self.group else { return };
         // A safe request with such a response has failed before.
-        if let Some(body) = whole
-            && signal_of(head.status, &head.headers, body).is_some()
-        {
-            return self.group_failed(endpoint, &reason(body), false);
+        let signal =
+            whole.and_then(|body| Some((group.signal_of(head.status, &head.headers, body)?, body)));
+        match signal {
+            Some((GroupSignal::Failed, body)) => {
+                return self.group_failed(endpoint, &reason(body), false);
+            }
+            Some((GroupSignal::Unavailable, _)) => return,
+            None => {}
         }
-        let sent_at = group.sent_at.get().unwrap_or(progress.requested_at);
-        if group.probe.borrow().is_some() || self.group_failures().any_fails() {
+        let sent_at = group.sent_at().unwrap_or(progress.requested_at);
+        if group.is_probing() || self.group_failures().any_fails() {
             let is_probe = group.take_probe(endpoint.key());
             let (name, sent) = (self.info.api_group(), (sent_at, is_probe));
             self.group_failures().answered(name, endpoint, sent, upstream.reporter());
         }
-        self.upstream.group_budget.release_all(group.tokens.take());
+        self.upstream.group_budget.release_all(group.take_tokens());
         let latency = clock::now().saturating_duration_since(progress.requested_at);
-        if is_first && self.info.kind == RequestKind::Read && latency >= SLOW_HEAD {
+        let is_example = is_first && self.info.kind == RequestKind::Read;
+        if is_example && head.status.is_success() && latency >= SLOW_HEAD {
             self.group_failures().took(self.info.api_group(), latency);
         }
     }

@@ -266,7 +266,6 @@ impl WatchBody {
                     self.switch_to(response, "resumed");
                     return self.step(SessionInput::Accepted, "an endpoint continues the watch");
                 }
-                self.context.record_group_answer(&response);
                 let cause = self.context.describe_refusal(&response);
                 (result, Some(Rc::clone(response.permit.connection())), cause)
             }

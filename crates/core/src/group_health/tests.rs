@@ -43,8 +43,25 @@ fn signal_follows_the_table() {
             headers.insert(header::CONTENT_TYPE, content_type.parse().unwrap());
         }
         let code = StatusCode::from_u16(status).unwrap();
-        let signal = signal_of(code, &headers, body.as_bytes());
+        let signal = signal_of(code, &headers, body.as_bytes(), false);
         assert_eq!(signal, expected, "{status} {content_type} {body}");
+    }
+}
+
+#[test]
+fn deadline_that_the_client_has_chosen_shows_nothing() {
+    let mut headers = HeaderMap::new();
+    headers.insert(header::CONTENT_TYPE, "text/plain".parse().unwrap());
+    let refused = b"error trying to reach service: dial tcp: connection refused";
+    let late = b"error trying to reach service: context deadline exceeded";
+    for (status, body, expected) in [
+        (StatusCode::GATEWAY_TIMEOUT, &b""[..], None),
+        (StatusCode::SERVICE_UNAVAILABLE, late, None),
+        (StatusCode::SERVICE_UNAVAILABLE, refused, Some(GroupSignal::Failed)),
+    ] {
+        assert_eq!(signal_of(status, &headers, body, true), expected, "{status}");
+        let without = signal_of(status, &headers, body, false);
+        assert_eq!(without, Some(GroupSignal::Failed), "{status}");
     }
 }
 
@@ -56,8 +73,6 @@ fn group_that_stays_unavailable_is_not_asked_again() {
     }
     assert!(health.any_fails());
     health.answered(GROUP, A, (start, false), start + 5_001 * MS);
-    assert!(!health.unavailable(GROUP, start + 5_002 * MS), "an answer to an older request");
-    health.answered(GROUP, A, (start + 5_003 * MS, false), start + 5_004 * MS);
     assert!(!health.any_fails());
     assert!(health.unavailable(GROUP, start + 6_000 * MS), "it was available meanwhile");
     // Forgotten after a time without requests.
@@ -90,6 +105,10 @@ fn webhook_is_named_only_if_it_cannot_be_reached() {
 #[test]
 fn reason_is_short_and_printable() {
     assert_eq!(reason(b"service unavailable\n"), "service unavailable");
+    assert_eq!(
+        reason(br#"{"kind":"Status","message":"Post \"https://c\": EOF"}"#),
+        "Post \"https://c\": EOF"
+    );
     assert_eq!(reason(b"a\x1b[31m\n\xffb"), "a [31m  b");
     assert!(reason(&[b'x'; 10_000]).len() <= MAX_REASON);
     assert!(reason("ä".repeat(1_000).as_bytes()).len() <= MAX_REASON + 3);
@@ -98,7 +117,7 @@ fn reason_is_short_and_printable() {
 #[test]
 fn pause_doubles_with_each_failed_probe_until_an_answer() {
     let (mut health, start) = (GroupHealth::default(), Instant::now());
-    assert!(health.failed(GROUP, A, failure(false), start), "begins");
+    assert_eq!(Some(true), health.failed(GROUP, A, failure(false), start), "begins");
     assert!(health.any_fails());
     let mut now = start;
     for seconds in [1, 2, 4, 8, 16, 30, 30] {
@@ -110,20 +129,20 @@ fn pause_doubles_with_each_failed_probe_until_an_answer() {
         assert!(health.sent(GROUP, A, due) && !health.sent(GROUP, A, due), "one probe at a time");
         assert_eq!(health.avoided(GROUP, true, due), [A], "while it is probed");
         now = due + 100 * MS;
-        assert!(!health.failed(GROUP, A, failure(true), now), "it failed before");
+        assert_eq!(health.failed(GROUP, A, failure(true), now), Some(false), "it failed before");
     }
     let due = now + LONGEST_PAUSE;
     assert!(health.sent(GROUP, A, due));
     assert!(health.answered(GROUP, A, (start, true), due), "the probe was answered");
     assert!(!health.any_fails() && health.avoided(GROUP, false, due).is_empty());
     // It fails again soon: the pauses go on growing.
-    assert!(health.failed(GROUP, A, failure(false), due + MS));
+    assert_eq!(Some(true), health.failed(GROUP, A, failure(false), due + MS));
     assert_eq!(health.failing()[0].probe_at, due + MS + LONGEST_PAUSE);
     assert_eq!(health.failing()[0].failures, 1);
     // After a long time without a failure it begins anew.
     assert!(health.answered(GROUP, A, (due + 2 * MS, false), due + 2 * MS));
     let later = due + 3 * LONGEST_PAUSE;
-    assert!(health.failed(GROUP, A, failure(false), later));
+    assert_eq!(Some(true), health.failed(GROUP, A, failure(false), later));
     assert_eq!(health.failing()[0].probe_at, later + FIRST_PAUSE);
 }
 
@@ -164,25 +183,31 @@ fn abandoned_probe_may_be_followed_by_another() {
 #[test]
 fn head_wait_follows_the_slowest_recent_answer() {
     let (mut health, start) = (GroupHealth::default(), Instant::now());
-    assert_eq!(health.head_wait(GROUP, false), HEAD_WAIT);
-    assert_eq!(health.head_wait(GROUP, true), PROBE_WAIT);
+    assert_eq!(health.head_wait(GROUP, false, start), HEAD_WAIT);
+    assert_eq!(health.head_wait(GROUP, true, start), PROBE_WAIT);
     for (latency, wait) in [(600, 1_200), (550, 1_200), (2_000, 4_000), (9_000, 5_000)] {
         health.took(GROUP, latency * MS, start);
-        assert_eq!(health.head_wait(GROUP, false), wait * MS, "{latency}");
-        assert_eq!(health.head_wait(GROUP, true), wait * MS, "{latency}");
+        assert_eq!(health.head_wait(GROUP, false, start), wait * MS, "{latency}");
+        assert_eq!(health.head_wait(GROUP, true, start), wait * MS, "{latency}");
     }
     assert!(health.any_slow());
-    health.took("other", 600 * MS, start + SLOW_MEMORY);
-    assert_eq!(health.head_wait(GROUP, false), HEAD_WAIT, "forgotten");
+    assert_eq!(health.head_wait(GROUP, false, start + SLOW_MEMORY), HEAD_WAIT, "forgotten");
+    health.retain(&[], start + SLOW_MEMORY);
+    assert!(!health.any_slow());
 }
 
 #[test]
 fn groups_are_bounded_and_forgotten_with_their_endpoints() {
     let (mut health, now) = (GroupHealth::default(), Instant::now());
-    assert!(!health.failed(&"a".repeat(MAX_NAME + 1), A, failure(false), now));
-    let failed = (0..10_000).filter(|n| health.failed(&format!("g{n}"), A, failure(false), now));
+    assert_eq!(health.failed(&"a".repeat(MAX_NAME + 1), A, failure(false), now), None);
+    let failed =
+        (0..10_000).filter(|n| health.failed(&format!("g{n}"), A, failure(false), now).is_some());
     assert_eq!(failed.count(), MAX_GROUPS);
-    assert!(health.failed("g1", B, failure(false), now), "a group that is remembered");
+    assert_eq!(
+        Some(true),
+        health.failed("g1", B, failure(false), now),
+        "a group that is remembered"
+    );
     assert_eq!(health.fails_at("g1", B), Some(false));
     assert_eq!(health.fails_at("g9999", A), None);
     assert_eq!(health.retain(&[B], now).len(), MAX_GROUPS);

@@ -39,8 +39,8 @@
 //! A response that shows that the endpoint cannot serve the API group of the request ([`crate::group_health`]) is in the
 //! stage *group failed*. A request that changes nothing is then sent to one after another of the ready endpoints at which
 //! the group is not known to fail. If the aggregator says that the group is unavailable, the stage is *group
-//! unavailable*: if all endpoints do, the request is sent again after a short pause, because apiservers share that state,
-//! and one that has lost its path changes it for all. Both are within a budget. The client gets the first of these responses
+//! unavailable*: the request is sent again after a short pause, because apiservers share that state, and one that has lost
+//! its path changes it for all. Both are within a budget. The client gets the first of these responses
 //! if no other endpoint accepts the request. A write is never sent again for this reason.
 //!
 //! A heartbeat on an apiserver that is not healthy is in the stage *unanswered* after 4 s, and fails

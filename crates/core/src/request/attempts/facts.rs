@@ -46,7 +46,7 @@ pub trait Facts<C> {
     /// this takes.
     fn take_group_token(&self) -> Option<Vec<EndpointKey>>;
 
-    /// Whether the API group is unavailable only since a moment, and the budget has a token, which this takes.
+    /// Whether the API group was available a moment ago, and the budget has a token, which this takes.
     fn may_ask_unavailable_group(&self) -> bool;
 
     /// Whether a ready endpoint other than these is left.

@@ -217,7 +217,7 @@ fn show(effect: &AttemptEffect) -> String {
         AttemptEffect::Hold { .. } => "Hold".to_owned(),
         AttemptEffect::Pause { .. } => "Pause".to_owned(),
         AttemptEffect::PauseRetry { delay } => {
-            assert!(*delay >= Duration::from_millis(37) && *delay <= Duration::from_millis(500));
+            assert!(*delay >= Duration::from_millis(22) && *delay <= Duration::from_millis(75));
             "PauseRetry".to_owned()
         }
         AttemptEffect::GiveUp { attempt, stage, .. } => format!("GiveUp {attempt} {stage:?}"),

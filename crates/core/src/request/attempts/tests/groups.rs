@@ -8,7 +8,6 @@ fn step_after_a_failed_group_asks_where_the_group_works_or_pauses() {
     let failed_group = || failed(0, Stage::GroupFailed, 503);
     let unavailable = || failed(0, Stage::GroupUnavailable, 503);
     let none_left = |world: &mut TestFacts| world.failing = None;
-    let none_left_for_long = |world: &mut TestFacts| (world.failing, world.is_new) = (None, false);
     let check = |kind, then: Vec<Step>, expected: &str| {
         let steps = steps![granted(0)].into_iter().chain(then).collect();
         super::tests::check(kind, steps, &format!("Send 0, {expected}"));
@@ -16,11 +15,10 @@ fn step_after_a_failed_group_asks_where_the_group_works_or_pauses() {
     for kind in [Read, Watch, Log, NonMutating] {
         check(kind, steps![failed_group()], "Group, Retry");
         check(kind, steps![with(failed_group(), none_left)], "Group, Rejection 503");
-        check(kind, steps![unavailable()], "Group, Retry");
-        let again = steps![with(unavailable(), none_left), AttemptInput::PauseEnded, granted(0)];
-        check(kind, again, "Group, Unavailable, PauseRetry, Retry, Send 0");
-        let over = steps![with(unavailable(), none_left_for_long)];
-        check(kind, over, "Group, Unavailable, Rejection 503");
+        let again = steps![unavailable(), AttemptInput::PauseEnded, granted(0)];
+        check(kind, again, "Unavailable, PauseRetry, Retry, Send 0");
+        let over = steps![with(unavailable(), |world| world.is_new = false)];
+        check(kind, over, "Unavailable, Rejection 503");
     }
     for kind in [Write, Tunnel] {
         check(kind, steps![failed_group()], "Rejection 503");
@@ -32,8 +30,15 @@ fn step_after_a_failed_group_asks_where_the_group_works_or_pauses() {
     check(Read, twice, "Group, Retry, Send 0, Group, Rejection 503");
     let (attempts, _) = run(Read, steps![granted(0), failed_group()]);
     assert_eq!(attempts.requirements().excluded, [EndpointKey(1), EndpointKey(2)]);
-    let (attempts, _) = run(Read, steps![granted(0), with(unavailable(), none_left)]);
+    let (attempts, _) = run(Read, steps![granted(0), unavailable()]);
     assert_eq!(attempts.requirements().excluded, []);
+    // It is sent again for about a second.
+    let round = |_| steps![granted(0), unavailable(), AttemptInput::PauseEnded];
+    let rounds = (0..MAX_UNAVAILABLE).flat_map(round).chain(steps![granted(0), unavailable()]);
+    let (_, text) = run_quietly(Read, rounds.collect());
+    let paused = text.iter().filter(|effect| *effect == "PauseRetry").count();
+    assert_eq!(paused, MAX_UNAVAILABLE as usize);
+    assert_eq!(text.last().unwrap(), "Rejection 503");
 }
 
 #[test]

@@ -19,8 +19,8 @@ const METRICS: &str = "text/plain; version=0.0.4; charset=utf-8";
 /// Allows only the script and the style sheet of the page, by their hashes, and requests to this origin. Text
 /// from an apiserver can therefore not run as a script. Forbids frames. A test compares the hashes.
 const POLICY: &str = "default-src 'none'; \
-    script-src 'sha256-/tTS38sWc8ThZUV0Z8nB328YBMsMZ+YNPWT785eYvL4='; \
-    style-src 'sha256-4ttdEzSeO1HNN/TlHplroaeD+Bsg00txma1wUVwIvT8='; \
+    script-src 'sha256-5/lwBMN8djk6MBrB5cOkRBm7htrekeyJ+gD8eDw3SvQ='; \
+    style-src 'sha256-spJEDkgT6Z4hFdkbRWBgIdGo6MCgoseVXoVev2dGnU4='; \
     connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 
 const ROUTES: &str = "\

@@ -5,6 +5,7 @@
 
 mod canary;
 mod certificates;
+mod groups;
 mod watches;
 
 use std::time::{Duration, SystemTime};
@@ -36,6 +37,8 @@ pub(super) fn text(status: &Value, style: Style) -> String {
     view.listeners(status, &mut out);
     for upstream in list_at(status, "upstreams") {
         view.endpoints(upstream, &mut out);
+        view.failing_groups(upstream, &mut out);
+        view.failing_webhooks(upstream, &mut out);
         view.restore(upstream, &mut out);
         view.unordered_groups(upstream, &mut out);
         view.unknown_parameters(upstream, &mut out);

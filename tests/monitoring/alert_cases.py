@@ -98,6 +98,12 @@ ALERTS = {
         fires=states("n1", ready="1x3 0x80", degraded="0x3 1x80"), at=13,
         quiet={"while it starts": (states("n1", degraded="1x8 0x80"), 12)},
         suppressed_by={**ISOLATED, "JackstayEndpointSuspectedByFleet": OTHER_ENDPOINT, "JackstayEndpointUnwellByFleet": OTHER_ENDPOINT}),
+    "JackstayApiGroupFailing": Case(
+        labels={**ENDPOINT, "group": "metrics.k8s.io"},
+        fires=[("jackstay_group_failing", {**ENDPOINT, "group": "metrics.k8s.io"}, "_x3 1x80")], at=8,
+        quiet={"it works again after four minutes": [("jackstay_group_failing", {**ENDPOINT, "group": "metrics.k8s.io"}, "_x3 1x8 0x80")],
+               "requests fail, and the group works": first_failure("jackstay_group_failures_total", {**ENDPOINT, "group": "metrics.k8s.io"}, 9)},
+        suppressed_by={**ISOLATED, "JackstayEndpointSuspectedByFleet": OTHER_ENDPOINT, "JackstayEndpointOut": OTHER_ENDPOINT}),
     "JackstayEndpointFlaps": Case(
         labels=ENDPOINT,
         fires=first_failure("jackstay_ejections_total", {**ENDPOINT, "reason": "silent"}, 6), at=3,

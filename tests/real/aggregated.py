@@ -1,11 +1,17 @@
-"""An aggregated apiserver in this process: one resource, versions that grow, and a store of its own for each replica."""
+"""Aggregated apiservers: one in this process, with a store for each replica, and one in Go with a common store."""
 
+import collections
 import json
+import signal
+import socket
 import ssl
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
+
+from kubernetes import CACHE
+from rig import Process, wait_for
 
 GROUP, VERSION, RESOURCE, KIND = "aggregated.jackstay.test", "v1", "gauges", "Gauge"
 API = f"/apis/{GROUP}/{VERSION}"
@@ -106,3 +112,31 @@ def send(request, event):
     data = json.dumps(event).encode() + b"\n"
     request.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
     request.wfile.flush()
+
+
+class Program:
+    """An aggregated apiserver in a process of its own, by HTTP/2: replicas with one store, and webhooks
+    (go/aggregated.go). An apiserver has one connection to each replica, and waits on it for 45 s when it goes dark."""
+
+    API = f"{GROUP}/{VERSION}"
+
+    def __init__(self, rig, name, addresses, port, cert):
+        self.backends = [(address, port) for address in addresses]
+        self.store = rig.dir / f"{name}.store"
+        listen = ",".join(f"{address}:{port}" for address in addresses)
+        self.process = Process(name, [
+            CACHE / "load", f"-aggregated={listen}", f"-aggregated-api={self.API}", f"-aggregated-store={self.store}",
+            f"-cert={cert[0]}", f"-key={cert[1]}"], rig.dir / f"{name}.log")
+
+    def start(self):
+        self.process.start()
+        for backend in self.backends:
+            wait_for(f"the aggregated apiserver at {backend}", lambda: self.process.require_running() or socket.create_connection(backend, 1).close() or True, 10)
+        return self
+
+    def kill(self):
+        self.process.stop(signal.SIGKILL)
+
+    def written(self):
+        """How often each write was applied, by its name."""
+        return collections.Counter(line.split()[1] for line in self.store.read_text().splitlines())

@@ -14,7 +14,7 @@ import rig as rig_module
 
 MODULES = ["test_direct", "test_jackstay", "test_l4", "test_deploy", "test_install", "test_image", "test_chart", "test_setup", "test_discovery",
            "test_outage", "test_line",
-            "test_custom", "test_versions", "test_lag", "test_starting", "test_watch_cache", "test_restored_etcd", "test_overload",
+            "test_custom", "test_versions", "test_lag", "test_starting", "test_watch_cache", "test_restored_etcd", "test_overload", "test_groups",
             "test_etcd_requests", "test_events", "test_settings", "test_cbor",
            "test_cbor_components", "test_encodings", "test_clients", "test_passed_through",
            "consistency.test_checker", "test_consistency", "test_stale_reads", "test_recipes"]

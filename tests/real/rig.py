@@ -39,6 +39,8 @@ EXTRA_ADDRESSES = {"d": "10.99.0.24", "e": "10.99.0.25", "f": "10.99.0.26"}
 # A load balancer's addresses, which the apiservers' certificates contain.
 LOAD_BALANCER, LOAD_BALANCER6 = "10.99.2.5", "fd00:99::5"
 ETCD_ADDRESSES = {name: f"127.0.0.{11 + i}" for i, name in enumerate("abcdef")}
+# Numeric groups of the apiserver processes: packet rules match them (`meta skgid`).
+GROUPS = {name: 4101 + i for i, name in enumerate("abcdef")}
 TOKEN = "a-token-of-the-rig"
 TOKEN_USER = ("alice", ["developers", "on-call"])
 # Tokens of users with all permissions, each an identity of its own.
@@ -85,17 +87,17 @@ def sh(*argv, **options):
 
 
 class Process:
-    """A child process with a log file."""
+    """A child process with a log file. `group` is a numeric group of its own, which packet rules can match."""
 
-    def __init__(self, name, argv, logfile, env=None, cwd=None):
+    def __init__(self, name, argv, logfile, env=None, cwd=None, group=None):
         self.name, self.argv, self.logfile = name, [str(a) for a in argv], Path(logfile)
-        self.env, self.cwd, self.child = env, cwd, None
+        self.env, self.cwd, self.group, self.child = env, cwd, group, None
 
     def start(self):
         with open(self.logfile, "ab") as out:
             self.child = subprocess.Popen(
                 self.argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
-                env={**os.environ, **(self.env or {})}, cwd=self.cwd)
+                env={**os.environ, **(self.env or {})}, cwd=self.cwd, group=self.group)
         return self
 
     @property
@@ -260,7 +262,7 @@ class Apiserver:
             f"--audit-policy-file={rig.audit_policy}", f"--audit-log-path={self.audit}", "--audit-log-mode=blocking",
             # A graceful shutdown waits so long for watches.
             "--shutdown-delay-duration=1s", "--request-timeout=8s", "--v=1", *flags,
-        ], d / f"apiserver-{name}.log")
+        ], d / f"apiserver-{name}.log", group=GROUPS.get(name))
 
     def start(self, wait=True):
         self.process.start()
@@ -383,6 +385,26 @@ table inet jackstay_rig {
         self.nft("".join(f"add rule inet jackstay_rig input ip {source} {ETCD_ADDRESSES[name]} tcp {ports} counter drop\n" for source, ports in (
             ("daddr", f"sport {port}"), ("saddr", f"dport {port}"))))
         return port
+
+    def cut_backends(self, name, backends, how):
+        """Cuts the path between one apiserver and the servers at `backends`, (address, port) pairs. `how` is "refused": RST
+        for every packet of the apiserver; "dark": no packet passes; or "one way": no packet of the servers passes.
+
+        The apiserver's packets are matched by its group, and both directions by the mark of the connection."""
+        mark, script = GROUPS[name], "add chain inet jackstay_rig marks { type filter hook output priority -160; }\n"
+        verdicts = {"refused": [("daddr", "dport", "reject with tcp reset")], "one way": [("saddr", "sport", "drop")],
+                    "dark": [("daddr", "dport", "drop"), ("saddr", "sport", "drop")]}[how]
+        for address, port in backends:
+            script += f"add rule inet jackstay_rig marks meta skgid {mark} ip daddr {address} tcp dport {port} ct mark set {mark}\n"
+            # Not by `ct direction`: in a connection older than the rules, the first packet seen defines it.
+            for own, own_port, verdict in verdicts:
+                script += f"add rule inet jackstay_rig input ct mark {mark} ip {own} {address} tcp {own_port} {port} counter {verdict}\n"
+        self.nft(script)
+
+    def drop_backends(self, backends):
+        """Drops all packets of the servers at `backends`, (address, port) pairs, for every client."""
+        self.nft("".join(f"add rule inet jackstay_rig input ip daddr {address} tcp dport {port} counter drop\n"
+                         f"add rule inet jackstay_rig input ip saddr {address} tcp sport {port} counter drop\n" for address, port in backends))
 
     def drop_randomly(self, percent, addresses=tuple(ADDRESSES.values()), hooks=("input",), directions=("to", "from")):
         """Drops packets at random."""

@@ -14,6 +14,7 @@ class Settings:
     goaway_chance: float = 0  # the share of requests with a GOAWAY; at most 0.02
     shutdown_delay: Optional[int] = None  # seconds from SIGTERM to the last accepted connection, while /readyz fails
     watch_termination: Optional[int] = None  # seconds for which a shutdown ends watches one after another
+    request_timeout: Optional[int] = None  # seconds after which a request is answered with 504; 8 in the rig, 60 by default
     anonymous_paths: Optional[tuple] = None  # structured authentication: no other path is served without a credential
 
     def flags(self, authentication):
@@ -29,6 +30,8 @@ class Settings:
             flags.append(f"--shutdown-delay-duration={self.shutdown_delay}s")
         if self.watch_termination is not None:
             flags.append(f"--shutdown-watch-termination-grace-period={self.watch_termination}s")
+        if self.request_timeout is not None:
+            flags.append(f"--request-timeout={self.request_timeout}s")
         if self.anonymous_paths is not None:
             authentication.write_text(json.dumps({
                 "apiVersion": "apiserver.config.k8s.io/v1", "kind": "AuthenticationConfiguration",

@@ -174,7 +174,8 @@ func main() {
 	for _, other := range []struct {
 		chosen bool
 		run    func() error
-	}{{*flowSpec != "", func() error { return runFlows(*flowSpec) }}, {*historyFile != "", runHistory}, {*cachedReads != "", runCachedReads}} {
+	}{{*flowSpec != "", func() error { return runFlows(*flowSpec) }}, {*historyFile != "", runHistory}, {*cachedReads != "", runCachedReads},
+		{*aggregatedAt != "", runAggregated}} {
 		if other.chosen {
 			if err := other.run(); err != nil {
 				fmt.Fprintln(os.Stderr, "load:", err)

@@ -405,6 +405,8 @@ mod tests {
         metrics.retried("refused_stream");
         metrics.retry_refused("unsafe");
         metrics.hedged("original");
+        metrics.group_failed("control-plane", "10.0.0.11:6443", "metrics.k8s.io");
+        metrics.group_fails("control-plane", "10.0.0.11:6443", "metrics.k8s.io", true);
         metrics.version_floor("applied");
         metrics.watch_resumed("resumed");
         let gzip_bytes = metrics.watch_gzip_bytes("control-plane");

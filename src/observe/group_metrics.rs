@@ -3,6 +3,8 @@
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use metrics::Gauge;
+
 use super::names;
 use super::registry::Registry;
 
@@ -10,6 +12,21 @@ use super::registry::Registry;
 const MAX_GROUPS: usize = 32;
 /// The label of all further groups.
 const OTHER: &str = "other";
+
+/// Counts a group that fails at an endpoint, until it is dropped.
+pub struct FailingGauge(Gauge);
+
+impl std::fmt::Debug for FailingGauge {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("FailingGauge")
+    }
+}
+
+impl Drop for FailingGauge {
+    fn drop(&mut self) {
+        self.0.decrement(1.0);
+    }
+}
 
 /// The metrics of the groups of all upstreams.
 #[derive(Debug)]
@@ -30,15 +47,12 @@ impl GroupMetrics {
         self.registry.count(&names::GROUP_FAILURES, &labels, 1);
     }
 
-    /// Counts the beginning or the end of a failure.
-    pub(super) fn fails(&self, upstream: &str, endpoint: &str, group: &str, fails: bool) {
+    /// Counts a group that fails, until the gauge is dropped.
+    pub(super) fn fails(&self, upstream: &str, endpoint: &str, group: &str) -> FailingGauge {
         let gauge =
             self.registry.gauge(&names::GROUP_FAILING, &[upstream, endpoint, self.label(group)]);
-        if fails {
-            gauge.increment(1.0);
-        } else {
-            gauge.decrement(1.0);
-        }
+        gauge.increment(1.0);
+        FailingGauge(gauge)
     }
 
     fn label<'a>(&self, group: &'a str) -> &'a str {

@@ -17,7 +17,7 @@ use metrics_exporter_prometheus::PrometheusHandle;
 use super::build;
 use super::endpoint_metrics::EndpointMetrics;
 use super::events::Events;
-use super::group_metrics::GroupMetrics;
+use super::group_metrics::{FailingGauge, GroupMetrics};
 use super::history::{STEP, STEPS};
 use super::listener_metrics::ListenerMetrics;
 use super::lock;
@@ -217,13 +217,13 @@ impl Metrics {
     }
 
     /// Counts a request of an API group that its endpoint could not serve.
-    pub fn group_failed(&self, upstream: &str, endpoint: &str, group: &str) {
+    pub fn count_group_failure(&self, upstream: &str, endpoint: &str, group: &str) {
         self.groups.failed(upstream, endpoint, group);
     }
 
-    /// An API group begins or ceases to fail at an endpoint.
-    pub fn group_fails(&self, upstream: &str, endpoint: &str, group: &str, fails: bool) {
-        self.groups.fails(upstream, endpoint, group, fails);
+    /// Counts an API group that fails at an endpoint, until the gauge is dropped.
+    pub fn group_fails(&self, upstream: &str, endpoint: &str, group: &str) -> FailingGauge {
+        self.groups.fails(upstream, endpoint, group)
     }
 
     /// Counts a failed request that is not retried: `unsafe`, `not_held` or `attempts`.
@@ -405,8 +405,8 @@ mod tests {
         metrics.retried("refused_stream");
         metrics.retry_refused("unsafe");
         metrics.hedged("original");
-        metrics.group_failed("control-plane", "10.0.0.11:6443", "metrics.k8s.io");
-        metrics.group_fails("control-plane", "10.0.0.11:6443", "metrics.k8s.io", true);
+        metrics.count_group_failure("control-plane", "10.0.0.11:6443", "metrics.k8s.io");
+        let _failing = metrics.group_fails("control-plane", "10.0.0.11:6443", "metrics.k8s.io");
         metrics.version_floor("applied");
         metrics.watch_resumed("resumed");
         let gzip_bytes = metrics.watch_gzip_bytes("control-plane");

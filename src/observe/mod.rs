@@ -38,6 +38,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 pub use endpoint_metrics::{EndpointMetrics, StateGauge};
 pub use events::{Change, Events};
+pub use group_metrics::FailingGauge;
 pub use jackstay_core::fault_lines::Loss;
 pub use jackstay_core::open_streams::OpenStreams;
 pub use jackstay_core::quantity::quantity;

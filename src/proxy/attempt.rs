@@ -101,6 +101,9 @@ impl Attempt {
             Err(error) => return Err(failed(stage_of(&error), &describe_h2_error(&error))),
         };
         let arrived = clock::now();
+        if let Some(group) = expected.group {
+            group.head_arrived(expected.attempt);
+        }
         connection.endpoint.response_received(head.status.as_u16());
         let possible = PossibleRejection::of(expected, &head, &connection);
         let longest = possible.longest_body(&head);
@@ -126,6 +129,8 @@ impl Attempt {
 /// What decides whether a response is a rejection that another endpoint is asked about.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Expected<'a> {
+    /// The number of the attempt in its round.
+    pub(super) attempt: usize,
     /// The kind of the request.
     pub(super) kind: RequestKind,
     /// Another endpoint is asked if the apiserver has not reached the version of the request.
@@ -144,9 +149,9 @@ struct PossibleRejection<'a> {
 
 impl<'a> PossibleRejection<'a> {
     fn of(expected: Expected<'a>, head: &response::Parts, connection: &Connection) -> Self {
-        let Expected { kind, has_versions, group } = expected;
+        let Expected { kind, has_versions, group, .. } = expected;
         let stage = retry::stage_of_rejection(kind, head.status.as_u16());
-        let may_be_signal = stage.is_some()
+        let may_be_signal = retry::may_ask_after_group_failure(kind)
             && group_health::may_be_signal(head.status, &head.headers)
             && is_at_most(&head.headers, group_health::MAX_BODY);
         let stage = stage.filter(|stage| match stage {
@@ -177,7 +182,6 @@ impl<'a> PossibleRejection<'a> {
     fn rejection(self, head: &response::Parts, body: &Bytes) -> Option<(Stage, &'static str, u64)> {
         if let Some(group) = self.group
             && let Some(signal) = group.signal_of(head.status, &head.headers, body)
-            && !(self.stage == Some(Stage::NotReached) && current_of_too_large(body).is_some())
         {
             let stage = match signal {
                 GroupSignal::Failed => Stage::GroupFailed,

@@ -139,20 +139,20 @@ impl ForwardedRequest {
         let connection = Rc::clone(permit.connection());
         progress.sent_to(&connection);
         self.step(progress, AttemptInput::Granted { attempt: 0 });
-        let attempt = match self.open(permit, &mut progress.attempts) {
+        let attempt = match self.open(0, permit, &mut progress.attempts) {
             Ok(attempt) => attempt,
             Err(failure) => {
                 return self.execute(progress, None, self.failed(0, failure)).await;
             }
         };
-        let response = attempt.response(self.expected());
+        let response = attempt.response(self.expected(0));
         let mut response = FirstResponse(pin!(Some(response)));
         let input = tokio::select! {
             biased;
             result = &mut response => {
                 match result.and_then(|response| self.compare(response, &mut progress.attempts)) {
                     Ok(response) => {
-                        self.record_response(&response, progress, true);
+                        self.record_response(&response, progress, 0);
                         self.step(progress, AttemptInput::Responded { attempt: 0 });
                         return Ok(response);
                     }
@@ -177,38 +177,47 @@ impl ForwardedRequest {
 
     /// Takes a stream for the first attempt of a round.
     async fn acquire(&self, attempts: &Attempts) -> Result<Permit, Unavailable> {
-        let request = self.stream_request(self.wanted_version(attempts), attempts.requirements());
+        let (version, required) = (self.wanted_version(attempts), attempts.requirements());
+        let request = self.stream_request(version, required, true);
         self.upstream.pool.acquire(&self.class, request).await
     }
 
     /// Opens the stream of an attempt.
-    fn open(&self, permit: Permit, attempts: &mut Attempts) -> Result<Attempt, FailedAttempt> {
+    fn open(
+        &self,
+        attempt: usize,
+        permit: Permit,
+        attempts: &mut Attempts,
+    ) -> Result<Attempt, FailedAttempt> {
         let connection = Rc::clone(permit.connection());
         let head = self.head_for(&connection.endpoint, attempts);
-        let attempt = Attempt::open(permit, head, self.body.as_ref()).map_err(|error| {
+        let opened = Attempt::open(permit, head, self.body.as_ref()).map_err(|error| {
             FailedAttempt { reason: error.to_string(), ..failed(Stage::NotSent, "", &connection) }
         })?;
         if let Some(unproven) = &self.unproven {
             unproven.sent();
         }
-        self.sent_to_group(&connection.endpoint);
-        Ok(attempt)
+        self.sent_to_group(attempt, &connection.endpoint);
+        Ok(opened)
     }
 
-    /// What its responses may be.
-    fn expected(&self) -> Expected<'_> {
+    /// What the response to an attempt may be.
+    fn expected(&self, attempt: usize) -> Expected<'_> {
         Expected {
+            attempt,
             kind: self.info.kind,
             has_versions: self.resource_versions.is_some(),
             group: self.group.as_deref(),
         }
     }
 
-    /// The request for a stream with these requirements, to which it adds those of the kind of the request.
+    /// The request for a stream with these requirements, to which it adds those of the kind of the request. `may_probe`: the
+    /// attempt may show whether its API group works again at an endpoint.
     fn stream_request<'a>(
         &'a self,
         resource_version: Option<(&'a Arc<ResourceRecord>, u64)>,
         required: StreamRequirements,
+        may_probe: bool,
     ) -> StreamRequest<'a> {
         StreamRequest {
             required: StreamRequirements {
@@ -217,7 +226,7 @@ impl ForwardedRequest {
                 ..required
             },
             resource_version,
-            avoided: self.avoided(),
+            avoided: self.avoided(may_probe),
             client_subject: self.proof.subject(),
             versions: self.versions,
         }

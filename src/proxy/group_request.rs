@@ -14,8 +14,10 @@ use crate::upstream::group_failures::GroupProbe;
 /// A request of a group that is not built in.
 #[derive(Debug, Default)]
 pub struct GroupRequest {
-    /// When the last attempt was sent.
+    /// When the first attempt of the round was sent.
     sent_at: Cell<Option<Instant>>,
+    /// The attempts of the round whose response heads have arrived, one bit each.
+    heads: Cell<u8>,
     /// The attempt that shows whether the group works again at an endpoint, if one is.
     probe: RefCell<Option<GroupProbe>>,
     /// Tokens that the request has taken from the budget of groups.
@@ -44,24 +46,31 @@ impl GroupRequest {
         group_health::signal_of(status, headers, body, self.has_timeout)
     }
 
-    /// An attempt is sent.
-    pub fn sent(&self) {
+    /// The first attempt of a round is sent. It is this probe, if it is one.
+    pub fn sent(&self, probe: Option<GroupProbe>) {
         self.sent_at.set(Some(clock::now()));
+        self.heads.set(0);
+        self.probe.replace(probe);
     }
 
-    /// When the last attempt was sent.
+    /// The response head of an attempt has arrived.
+    pub fn head_arrived(&self, attempt: usize) {
+        self.heads.set(self.heads.get() | 1 << attempt);
+    }
+
+    /// Whether the response head of an attempt has arrived.
+    pub fn has_head(&self, attempt: usize) -> bool {
+        self.heads.get() & 1 << attempt != 0
+    }
+
+    /// When the first attempt of the round was sent.
     pub fn sent_at(&self) -> Option<Instant> {
         self.sent_at.get()
     }
 
-    /// The attempt is this probe.
-    pub fn set_probe(&self, probe: GroupProbe) {
-        self.probe.replace(Some(probe));
-    }
-
-    /// Whether an attempt is a probe.
-    pub fn is_probing(&self) -> bool {
-        self.probe.borrow().is_some()
+    /// The endpoint of the probe, if the first attempt is one.
+    pub fn probed(&self) -> Option<EndpointKey> {
+        self.probe.borrow().as_ref().map(GroupProbe::endpoint)
     }
 
     /// Ends the probe. Returns whether it was sent to this endpoint.

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use jackstay_core::group_health::{Failure, GroupHealth};
+use jackstay_core::group_health::{GroupFailure, GroupHealth, GroupNews};
 use jackstay_core::pool::EndpointKey;
 use jackstay_sys::clock;
 use jackstay_sys::utc::{Utc, wall_clock};
@@ -18,8 +18,8 @@ use tokio::sync::Notify;
 
 use super::endpoint::{Endpoint, EndpointState};
 use super::unreachable_webhooks::{UnreachableWebhook, UnreachableWebhooks};
-use crate::observe::Reporter;
 use crate::observe::events::{Change, EventKind};
+use crate::observe::{FailingGauge, Reporter};
 
 /// The groups and webhooks of one upstream.
 #[derive(Debug, Default)]
@@ -36,8 +36,10 @@ pub struct GroupFailures {
 #[derive(Debug, Default)]
 struct Guarded {
     health: GroupHealth,
-    /// The label of each endpoint at which a group fails.
+    /// The label of each endpoint at which a group has failed.
     labels: BTreeMap<usize, Arc<str>>,
+    /// The gauge of each group that fails at an endpoint.
+    gauges: BTreeMap<(Box<str>, usize), FailingGauge>,
 }
 
 /// A group that fails at an endpoint, for `/status`.
@@ -106,9 +108,9 @@ impl GroupFailures {
     }
 
     /// How long a safe request of the group waits for its head ([`GroupHealth::head_wait`]).
-    pub fn head_wait(&self, group: &str, is_probe: bool) -> Duration {
-        if is_probe || self.any_slow.load(Ordering::Relaxed) {
-            self.lock().health.head_wait(group, is_probe, clock::now())
+    pub fn head_wait(&self, group: &str, probed: Option<EndpointKey>) -> Duration {
+        if probed.is_some() || self.any_slow.load(Ordering::Relaxed) {
+            self.lock().health.head_wait(group, probed, clock::now())
         } else {
             jackstay_core::group_health::HEAD_WAIT
         }
@@ -131,17 +133,28 @@ impl GroupFailures {
     }
 
     /// The group has failed at this endpoint.
-    pub fn failed(&self, group: &str, endpoint: &Endpoint, failure: Failure<'_>, to: Reporter<'_>) {
-        let mut guarded = self.lock();
-        let begins = guarded.health.failed(group, endpoint.key(), failure, clock::now());
-        guarded.labels.insert(endpoint.key().0, Arc::clone(&endpoint.label));
+    pub fn failed(
+        &self,
+        group: &str,
+        endpoint: &Endpoint,
+        failure: GroupFailure<'_>,
+        to: Reporter<'_>,
+    ) {
+        let (mut guarded, key) = (self.lock(), endpoint.key());
+        let news = guarded.health.failed(group, key, failure, clock::now());
         self.publish(&guarded);
+        let Some(news) = news else { return };
+        guarded.labels.entry(key.0).or_insert_with(|| Arc::clone(&endpoint.label));
+        if news != GroupNews::None {
+            let gauge = to.metrics.group_fails(to.upstream, &endpoint.label, group);
+            guarded.gauges.insert((group.into(), key.0), gauge);
+        }
         drop(guarded);
-        let Some(begins) = begins else { return };
-        to.metrics.group_failed(to.upstream, &endpoint.label, group);
-        if begins {
-            to.metrics.group_fails(to.upstream, &endpoint.label, group, true);
+        to.metrics.count_group_failure(to.upstream, &endpoint.label, group);
+        if news != GroupNews::None {
             report(group, &endpoint.label, (true, failure.reason), to);
+        }
+        if news == GroupNews::Fails {
             self.notices.fetch_add(1, Ordering::Relaxed);
             self.changed.notify_waiters();
         }
@@ -155,13 +168,12 @@ impl GroupFailures {
         (sent_at, is_probe): (Instant, bool),
         to: Reporter<'_>,
     ) {
-        let mut guarded = self.lock();
-        let now = clock::now();
-        let ends = guarded.health.answered(group, endpoint.key(), (sent_at, is_probe), now);
+        let (mut guarded, key) = (self.lock(), endpoint.key());
+        let ends = guarded.health.answered(group, key, (sent_at, is_probe), clock::now());
         self.publish(&guarded);
-        drop(guarded);
         if ends {
-            to.metrics.group_fails(to.upstream, &endpoint.label, group, false);
+            guarded.gauges.remove(&(group.into(), key.0));
+            drop(guarded);
             report(group, &endpoint.label, (false, "a request of the group was answered"), to);
         }
     }
@@ -175,16 +187,21 @@ impl GroupFailures {
         let keys: Vec<_> = kept.map(|endpoint| endpoint.key()).collect();
         let mut guarded = self.lock();
         let ended = guarded.health.retain(&keys, clock::now());
+        let mut labels = Vec::new();
         for (group, endpoint) in ended {
-            if let Some(label) = guarded.labels.get(&endpoint.0) {
-                to.metrics.group_fails(to.upstream, label, &group, false);
-                let reason = "its endpoint is out, or no request has shown it for a long time";
-                report(&group, label, (false, reason), to);
-            }
+            labels.extend(
+                guarded.labels.get(&endpoint.0).map(|label| (group.clone(), Arc::clone(label))),
+            );
+            guarded.gauges.remove(&(group, endpoint.0));
         }
         guarded.labels.retain(|key, _| keys.contains(&EndpointKey(*key)));
         self.any_slow.store(guarded.health.any_slow(), Ordering::Relaxed);
         self.publish(&guarded);
+        drop(guarded);
+        for (group, label) in labels {
+            let reason = "endpoint ejected or removed, or no failed request for 10 minutes";
+            report(&group, &label, (false, reason), to);
+        }
     }
 
     /// Number of failures that have begun so far; wraps around.

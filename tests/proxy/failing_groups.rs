@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-const GROUP: &str = "/apis/metrics.example.com";
+const VERSION: &str = "/apis/metrics.example.com/v1";
 const LIST: &str = "/apis/metrics.example.com/v1/gauges";
 const REFUSED: &str =
     "error trying to reach service: dial tcp 10.0.0.9:443: connect: connection refused\n";
@@ -29,15 +29,13 @@ fn aggregator(text: &str) -> Reply {
 async fn read_of_a_failing_group_is_sent_to_another_endpoint_and_a_write_is_not() {
     let watch = format!("{LIST}?watch=1&resourceVersion=5");
     let short = format!("{LIST}?timeout=1s");
-    let openapi = "/openapi/v3/apis/metrics.example.com/v1";
     let timeout = || Reply::status("504", r#"{"kind":"Status","reason":"Timeout","code":504}"#);
     let conversion = || Reply::status("500", CONVERSION);
     // The request and the first reply; the status for the client, the number of requests, and whether the group fails.
     for (name, method, path, reply, status, requests, fails) in [
         ("list", Method::GET, LIST, aggregator(REFUSED), 200, 2, true),
         ("watch", Method::GET, &*watch, aggregator(REFUSED), 200, 2, true),
-        ("discovery", Method::GET, GROUP, aggregator(REFUSED), 200, 2, true),
-        ("OpenAPI", Method::GET, openapi, aggregator(REFUSED), 200, 2, true),
+        ("discovery", Method::GET, VERSION, aggregator(REFUSED), 200, 2, true),
         ("list, unavailable", Method::GET, LIST, aggregator(UNAVAILABLE), 200, 2, false),
         ("list, timeout", Method::GET, LIST, timeout(), 200, 2, true),
         ("list, own timeout", Method::GET, &*short, timeout(), 504, 1, false),
@@ -214,8 +212,7 @@ async fn read_that_an_endpoint_does_not_answer_is_asked_of_another_one() {
     assert!(reads.iter().all(|(status, _)| *status == 200), "{reads:?}");
     let slow = reads.iter().filter(|(_, time)| *time >= Duration::from_millis(900)).count();
     assert!((1..=12).contains(&slow), "{reads:?}");
-    assert_eq!(rig.failing().await.len(), 1);
-    // Known from now on. Only the probes wait, for 250 ms.
+    // Known from now on. Only the probes wait.
     let start = Instant::now();
     for _ in 0..100 {
         let (status, time) = rig.read(LIST).await;

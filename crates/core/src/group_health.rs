@@ -10,7 +10,8 @@
 //! | 503, `text/plain`, any other text | the aggregator, whose request to the server has failed (`responder.Error`) | yes |
 //! | 504 | the aggregator or the filter for timeouts | yes |
 //! | 500, "conversion webhook for … failed: Post …" | the converter of custom resources (`webhook_converter.go` in `k8s.io/apiextensions-apiserver`) | yes |
-//! | none for [`HEAD_WAIT`], while another endpoint answers the same request | | yes |
+//! | none for [`HEAD_WAIT`], while another endpoint answers the same request | | suspected; yes if the probe is not answered either |
+//! | 401, 403, 429 | often filters before the aggregator | not known |
 //! | any other | | no; it shows that the path works |
 //!
 //! A `Status` with 503 is the answer of the aggregated apiserver, which all endpoints would forward. A failure of a built-in
@@ -21,7 +22,7 @@
 //! | state of a group at an endpoint | requests | next state |
 //! |---|---|---|
 //! | works | as any | a failure: *fails*, for a pause |
-//! | fails, in its pause | prefer other endpoints | the pause is over: *due* |
+//! | fails or is suspected, in its pause | prefer other endpoints | the pause is over: *due* |
 //! | due | one safe request may go there, the probe; all others as in the pause | its answer: *works*; its failure: *fails*, for twice the pause, at most [`LONGEST_PAUSE`] |
 //!
 //! A group that fails at all endpoints is preferred at none: each request is sent once, and its client gets the words of the
@@ -34,17 +35,18 @@ use std::time::{Duration, Instant};
 use http::{HeaderMap, StatusCode, header};
 
 use crate::backoff::Backoff;
+use crate::lag::current_of_too_large;
 use crate::pool::EndpointKey;
 
 /// How long a safe request of a group that is not built in waits for its response head before another endpoint is asked,
 /// too. Longer for a group that is usually slower.
 pub const HEAD_WAIT: Duration = Duration::from_secs(1);
-/// The same for the probe of a group that has failed.
+/// The same for the first probe of a group that has failed; twice as long for each further one.
 const PROBE_WAIT: Duration = Duration::from_millis(250);
 /// The longest of these waits.
 const LONGEST_HEAD_WAIT: Duration = Duration::from_secs(5);
 /// A head that takes longer than this shows that the group is slow.
-pub const SLOW_HEAD: Duration = Duration::from_millis(500);
+pub const SLOW_HEAD: Duration = Duration::from_millis(125);
 /// How long the slowest head of a group counts.
 const SLOW_MEMORY: Duration = Duration::from_secs(300);
 /// The pause after the first failure.
@@ -99,7 +101,7 @@ pub fn signal_of(
         return None;
     }
     match status {
-        StatusCode::GATEWAY_TIMEOUT if has_timeout => None,
+        StatusCode::GATEWAY_TIMEOUT if has_timeout || current_of_too_large(body).is_some() => None,
         _ if has_timeout && find(body, DEADLINE).is_some() => None,
         StatusCode::SERVICE_UNAVAILABLE if body.trim_ascii() == UNAVAILABLE => {
             Some(GroupSignal::Unavailable)
@@ -125,10 +127,26 @@ pub fn unreachable_webhook(body: &[u8]) -> Option<(&str, &[u8])> {
     let end = rest.iter().position(|byte| matches!(byte, b'"' | b'\\'))?;
     let (name, rest) = rest.split_at(end);
     let words = &rest[find(rest, b": Post ")? + 2..];
+    let words = &words[..end_of_text(words)];
     let is_name = |byte: &u8| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'-' | b'_');
     let name =
         std::str::from_utf8(name).ok().filter(|name| name.bytes().all(|byte| is_name(&byte)))?;
     (1..=MAX_NAME).contains(&name.len()).then_some((name, words))
+}
+
+/// The length of the text at the beginning: up to a quote that is not escaped, or a control byte.
+fn end_of_text(bytes: &[u8]) -> usize {
+    // In protobuf, the quotes of the URL are not escaped.
+    let url = if bytes.starts_with(b"Post \"") { 6 } else { 0 };
+    let in_url = bytes[url..].iter().position(|byte| *byte == b'"').map_or(0, |at| url + at + 1);
+    let from = if url > 0 { in_url } else { 0 };
+    let mut is_escaped = false;
+    let is_end = |byte: &u8| {
+        let is_end = byte.is_ascii_control() || *byte == b'"' && !is_escaped;
+        is_escaped = *byte == b'\\' && !is_escaped;
+        is_end
+    };
+    bytes[from..].iter().position(is_end).map_or(bytes.len(), |at| from + at)
 }
 
 fn find(body: &[u8], text: &[u8]) -> Option<usize> {
@@ -141,20 +159,33 @@ pub fn reason(body: &[u8]) -> String {
     let message = status().and_then(|status| Some(status["message"].as_str()?.to_owned()));
     let body = message.as_deref().map_or(body, str::as_bytes);
     let text = String::from_utf8_lossy(&body[..body.len().min(MAX_REASON)]);
-    let printable =
-        |c: char| if c.is_control() || c == char::REPLACEMENT_CHARACTER { ' ' } else { c };
+    // Characters that change the direction of text are no control characters (UAX 9).
+    let is_format = |c: char| matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+    let is_bad = |c: char| c.is_control() || is_format(c) || c == char::REPLACEMENT_CHARACTER;
+    let printable = |c: char| if is_bad(c) { ' ' } else { c };
     text.trim().chars().map(printable).collect()
 }
 
 /// A failure of a group at an endpoint.
 #[derive(Debug, Clone, Copy)]
-pub struct Failure<'a> {
-    /// For people.
+pub struct GroupFailure<'a> {
+    /// The text for status and log.
     pub reason: &'a str,
-    /// The endpoint has not answered, so that streams of the group may have lost their path, too.
+    /// The endpoint has not answered, which is a suspicion until the probe is not answered either.
     pub is_silent: bool,
     /// The request was the probe ([`GroupHealth::sent`]).
     pub is_probe: bool,
+}
+
+/// What a failure has changed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum GroupNews {
+    /// Nothing that is reported.
+    None,
+    /// The group fails at the endpoint.
+    Fails,
+    /// The same, a short time after it worked again.
+    FailsAgain,
 }
 
 /// A group that fails at an endpoint.
@@ -195,6 +226,10 @@ struct AtEndpoint {
     last_failure: Instant,
     reason: Box<str>,
     is_silent: bool,
+    /// It fails; before that it is suspected.
+    is_confirmed: bool,
+    /// It has failed a short time before.
+    is_resumed: bool,
     failures: u64,
     pause: Backoff,
     /// When the pause ends.
@@ -207,6 +242,10 @@ struct AtEndpoint {
 impl AtEndpoint {
     fn fails(&self) -> bool {
         self.works_until.is_none()
+    }
+
+    fn is_known_to_fail(&self) -> bool {
+        self.fails() && self.is_confirmed
     }
 
     fn is_due(&self, now: Instant) -> bool {
@@ -233,10 +272,10 @@ impl GroupHealth {
         endpoints.iter().filter(is_avoided).map(|one| one.endpoint).collect()
     }
 
-    /// Whether the group fails at this endpoint. `Some(true)` if streams of the group may have lost their path, too.
+    /// Whether the group is known to fail at this endpoint. `Some(true)` if streams of the group may have lost their path, too.
     pub fn fails_at(&self, group: &str, endpoint: EndpointKey) -> Option<bool> {
         let one = self.0.get(group)?.endpoints.iter().find(|one| one.endpoint == endpoint)?;
-        one.fails().then_some(one.is_silent)
+        one.is_known_to_fail().then_some(one.is_silent)
     }
 
     /// A safe request of the group was sent to this endpoint. Returns whether it is the probe, whose end the caller reports:
@@ -255,16 +294,16 @@ impl GroupHealth {
         }
     }
 
-    /// The group has failed at this endpoint. Returns whether it did not fail there before; `None` if that is not remembered,
-    /// because there are too many groups.
+    /// The group has failed at this endpoint. Returns what is new; `None` if it is not remembered, because there are too many
+    /// groups.
     pub fn failed(
         &mut self,
         group: &str,
         endpoint: EndpointKey,
-        failure: Failure<'_>,
+        failure: GroupFailure<'_>,
         now: Instant,
-    ) -> Option<bool> {
-        let Failure { reason, is_silent, is_probe } = failure;
+    ) -> Option<GroupNews> {
+        let GroupFailure { reason, is_silent, is_probe } = failure;
         self.prune(now);
         if !self.may_remember(group) {
             return None;
@@ -279,6 +318,8 @@ impl GroupHealth {
                     last_failure: now,
                     reason: "".into(),
                     is_silent,
+                    is_confirmed: false,
+                    is_resumed: false,
                     failures: 0,
                     pause: Backoff::new(FIRST_PAUSE, LONGEST_PAUSE),
                     due: now,
@@ -288,17 +329,25 @@ impl GroupHealth {
                 endpoints.last_mut().expect("one was pushed")
             }
         };
-        let begins = one.works_until.take().is_some();
+        let worked_until = one.works_until.take();
+        let begins = worked_until.is_some();
         if begins {
-            (one.since, one.failures) = (now, 0);
+            (one.since, one.failures, one.is_confirmed) = (now, 0, false);
+            one.is_resumed = one.pause.failures() > 0;
         }
+        let was_confirmed = one.is_confirmed;
+        one.is_confirmed |= !is_silent || is_probe;
         if begins || is_probe || one.is_due(now) {
             one.due = now + one.pause.failed();
             one.is_probed = false;
         }
         one.failures += 1;
         (one.last_failure, one.is_silent, one.reason) = (now, is_silent, reason.into());
-        Some(begins)
+        Some(match (one.is_confirmed && !was_confirmed, one.is_resumed) {
+            (false, _) => GroupNews::None,
+            (true, false) => GroupNews::Fails,
+            (true, true) => GroupNews::FailsAgain,
+        })
     }
 
     /// A response says that the group is unavailable. Returns whether it was available a moment ago, so that a request may be
@@ -328,11 +377,12 @@ impl GroupHealth {
         }
         let Some(one) = self.at(group, endpoint) else { return false };
         let ends = one.fails() && (is_probe || sent_at > one.last_failure);
+        let is_reported = ends && one.is_confirmed;
         if ends {
             one.works_until = Some(now + 2 * one.pause.pause());
             one.is_probed = false;
         }
-        ends
+        is_reported
     }
 
     /// A head of the group took this long.
@@ -348,11 +398,23 @@ impl GroupHealth {
 
     /// How long a safe request of the group waits for its head before another endpoint is asked, too: twice as long as the
     /// slowest answer of the last minutes.
-    pub fn head_wait(&self, group: &str, is_probe: bool, now: Instant) -> Duration {
+    /// `probed`: the endpoint of the probe, if the request is one.
+    pub fn head_wait(&self, group: &str, probed: Option<EndpointKey>, now: Instant) -> Duration {
         let slowest = self.0.get(group).and_then(|group| group.slowest);
         let recent = slowest.filter(|(_, at)| now < *at + SLOW_MEMORY);
         let slowest = recent.map_or(Duration::ZERO, |(latency, _)| latency);
-        (2 * slowest).clamp(if is_probe { PROBE_WAIT } else { HEAD_WAIT }, LONGEST_HEAD_WAIT)
+        let probes = |endpoint| {
+            let at = self.0.get(group)?.endpoints.iter().find(|one| one.endpoint == endpoint)?;
+            Some(at.pause.failures().saturating_sub(1))
+        };
+        let least = match probed {
+            Some(endpoint) => {
+                let probes = probes(endpoint).unwrap_or_default().min(8);
+                (PROBE_WAIT * (1 << probes)).min(HEAD_WAIT)
+            }
+            None => HEAD_WAIT,
+        };
+        (2 * slowest).clamp(least, LONGEST_HEAD_WAIT)
     }
 
     /// Forgets all other endpoints, and failures that no request has confirmed for [`MEMORY`]. Returns the failures that end
@@ -366,7 +428,7 @@ impl GroupHealth {
         for (name, group) in &mut self.0 {
             group.endpoints.retain(|one| {
                 let is_kept = endpoints.contains(&one.endpoint) && now < one.last_failure + MEMORY;
-                if !is_kept && one.fails() {
+                if !is_kept && one.is_known_to_fail() {
                     ended.push((name.clone(), one.endpoint));
                 }
                 is_kept
@@ -379,7 +441,7 @@ impl GroupHealth {
     /// The groups that fail, in alphabetical order.
     pub fn failing(&self) -> Vec<FailingGroup> {
         let of_group = |(group, health): (&Box<str>, &Group)| {
-            let failing = health.endpoints.iter().filter(|one| one.fails());
+            let failing = health.endpoints.iter().filter(|one| one.is_known_to_fail());
             let list = failing.map(|one| FailingGroup {
                 group: group.clone(),
                 endpoint: one.endpoint,

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use fastrand::Rng;
 use futures_util::future::LocalBoxFuture;
+use jackstay_core::pool::EndpointKey;
 use jackstay_core::request::attempts::{AttemptEffect, NoStream, Refused};
 use jackstay_core::request::retry::Stage;
 use jackstay_core::request::status_error::StatusError;
@@ -89,7 +90,12 @@ impl<'a> Execution<'a> {
                 }
                 AttemptEffect::Send { attempt } => self.send(attempt),
                 AttemptEffect::Hedge { attempt, exclude, probe } => {
-                    self.acquire_hedge(attempt, exclude, probe)
+                    let hedged = attempt.checked_sub(1).and_then(|one| self.slots.connection(one));
+                    let hedged = hedged.filter(|_| exclude).map(|one| one.endpoint.key());
+                    self.acquire_hedge(attempt, hedged.into_iter().collect(), probe)
+                }
+                AttemptEffect::HedgeLate { attempt, excluded } => {
+                    self.acquire_hedge(attempt, excluded, true)
                 }
                 AttemptEffect::GiveUp { attempt, stage, reason } => {
                     Some(self.give_up(attempt, stage, &reason))
@@ -157,13 +163,14 @@ impl<'a> Execution<'a> {
     fn responded(&mut self, attempt: usize, response: UpstreamResponse) -> AttemptInput {
         match self.request.compare(response, &mut self.progress.attempts) {
             Ok(response) => {
-                if attempt > 0
-                    && self.progress.attempts.is_hedged_as_slow()
-                    && let Some(silent) = self.slots.connection(0)
-                {
-                    self.request.record_silent_group(silent, &response);
+                if self.progress.attempts.is_hedged_as_slow() {
+                    for silent in 0..attempt {
+                        if let Some(connection) = self.slots.connection(silent) {
+                            self.request.record_silent_group((silent, connection), &response);
+                        }
+                    }
                 }
-                self.request.record_response(&response, self.progress, attempt == 0);
+                self.request.record_response(&response, self.progress, attempt);
                 self.response = Some(response);
                 AttemptInput::Responded { attempt }
             }
@@ -203,11 +210,11 @@ impl<'a> Execution<'a> {
             return Some(AttemptInput::NotExecutable);
         };
         let connection = Rc::clone(permit.connection());
-        let opened = match request.open(permit, &mut self.progress.attempts) {
+        let opened = match request.open(attempt, permit, &mut self.progress.attempts) {
             Ok(opened) => opened,
             Err(failure) => return Some(request.failed(attempt, failure)),
         };
-        let response = opened.response(request.expected());
+        let response = opened.response(request.expected(attempt));
         let attempts = &self.progress.attempts;
         self.slots.send(attempt, connection, Box::pin(response));
         self.slots.follow(attempts, &request.upstream, request.head_wait());
@@ -224,7 +231,7 @@ impl<'a> Execution<'a> {
     fn acquire_hedge(
         &mut self,
         attempt: usize,
-        exclude: bool,
+        excluded: Vec<EndpointKey>,
         probe: bool,
     ) -> Option<AttemptInput> {
         let request = self.request;
@@ -237,12 +244,12 @@ impl<'a> Execution<'a> {
         let acquire = async move {
             let required = StreamRequirements {
                 previous_failure: Some(PreviousFailure::Silence(hedged.key())),
-                excluded: exclude.then(|| hedged.endpoint.key()).into_iter().collect(),
+                excluded,
                 live_only: true,
                 without_connection_since: hedged.suspect_since(),
                 ..StreamRequirements::default()
             };
-            let stream = request.stream_request(version, required);
+            let stream = request.stream_request(version, required, false);
             request.upstream.pool.acquire(&request.class, stream).await
         };
         self.slots.acquire(attempt, Box::pin(acquire));

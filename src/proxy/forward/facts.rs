@@ -4,7 +4,9 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use jackstay_core::pool::EndpointKey;
-use jackstay_core::request::attempts::{BodyState, ConnectionFacts, Facts, OtherBudget};
+use jackstay_core::request::attempts::{
+    BodyState, ConnectionFacts, Facts, MAX_PARALLEL, OtherBudget,
+};
 
 use super::ForwardedRequest;
 use super::slots::Slots;
@@ -93,9 +95,9 @@ impl Facts<Rc<Connection>> for RequestFacts<'_> {
         self.request.upstream.not_asked_after_refusal(endpoint)
     }
 
-    fn take_group_token(&self) -> Option<Vec<EndpointKey>> {
-        let waits_at = self.connection_of(0).map(|connection| connection.endpoint.key());
-        self.request.take_group_token(waits_at)
+    fn take_group_token(&self, late: Option<usize>) -> Option<Vec<EndpointKey>> {
+        let connections = (0..MAX_PARALLEL).filter_map(|attempt| self.connection_of(attempt));
+        self.request.take_group_token(late, connections.map(|one| one.endpoint.key()))
     }
 
     fn may_ask_unavailable_group(&self) -> bool {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use http::StatusCode;
-use jackstay_core::group_health::{Failure, GroupSignal, SLOW_HEAD, reason};
+use jackstay_core::group_health::{GroupFailure, GroupSignal, SLOW_HEAD, reason};
 use jackstay_core::pool::EndpointKey;
 use jackstay_core::request::info::RequestKind;
 use jackstay_core::request::retry;
@@ -25,45 +25,44 @@ impl ForwardedRequest {
         &self.upstream.pool.upstream().group_failures
     }
 
-    /// The endpoints that the request does not prefer because of its group.
-    pub(super) fn avoided(&self) -> Vec<EndpointKey> {
-        let Some(group) = self.group.as_ref().filter(|_| self.group_failures().any_fails()) else {
+    /// The endpoints that the request does not prefer because of its group. `may_probe`: the attempt may be the probe.
+    pub(super) fn avoided(&self, may_probe: bool) -> Vec<EndpointKey> {
+        if self.group.is_none() || !self.group_failures().any_fails() {
             return Vec::new();
-        };
-        let may_probe = retry::may_hedge(self.info.kind)
-            && !group.is_probing()
-            && self.upstream.group_budget.has_token();
+        }
+        let may_probe =
+            may_probe && retry::may_hedge(self.info.kind) && self.upstream.group_budget.has_token();
         self.group_failures().avoided(self.info.api_group(), may_probe)
     }
 
     /// How long the request waits for its response head before another endpoint is asked, too; `None` if it only waits.
     pub(super) fn head_wait(&self) -> Option<Duration> {
         let group = self.group.as_ref().filter(|_| retry::may_hedge(self.info.kind))?;
-        let is_probe = group.is_probing();
-        Some(self.group_failures().head_wait(self.info.api_group(), is_probe))
+        Some(self.group_failures().head_wait(self.info.api_group(), group.probed()))
     }
 
-    /// Called when an attempt is sent to this endpoint.
-    pub(super) fn sent_to_group(&self, endpoint: &Endpoint) {
-        let Some(group) = &self.group else { return };
-        group.sent();
+    /// Called when an attempt is sent to this endpoint. A hedge is no probe.
+    pub(super) fn sent_to_group(&self, attempt: usize, endpoint: &Endpoint) {
+        let Some(group) = self.group.as_ref().filter(|_| attempt == 0) else { return };
+        let may_probe = retry::may_hedge(self.info.kind);
         let failures = self.group_failures();
-        // A hedge leaves the probe to the attempt before.
-        let may_probe = retry::may_hedge(self.info.kind) && !group.is_probing();
-        if may_probe && let Some(probe) = failures.sent(self.info.api_group(), endpoint.key()) {
-            group.set_probe(probe);
-        }
+        let probe = may_probe.then(|| failures.sent(self.info.api_group(), endpoint.key()));
+        group.sent(probe.flatten());
     }
 
     /// Takes a token for an attempt at another endpoint, if one is ready at which the group does not fail. Returns those at
-    /// which it does. `waits_at`: the endpoint of an attempt that still waits.
+    /// which it does, and those where attempts wait. `late`: the attempt whose response head is late.
     pub(super) fn take_group_token(
         &self,
-        waits_at: Option<EndpointKey>,
+        late: Option<usize>,
+        waiting: impl Iterator<Item = EndpointKey>,
     ) -> Option<Vec<EndpointKey>> {
         let group = self.group.as_ref()?;
+        if late.is_some_and(|attempt| group.has_head(attempt)) {
+            return None;
+        }
         let mut failing = self.group_failures().avoided(self.info.api_group(), false);
-        failing.extend(waits_at);
+        failing.extend(waiting);
         let is_taken =
             self.upstream.has_ready_endpoint_besides(&failing) && self.upstream.group_budget.take();
         group.count_token(is_taken);
@@ -90,35 +89,46 @@ impl ForwardedRequest {
 
     /// Records what a failed attempt shows of the group at its endpoint.
     pub(super) fn record_group_failure(&self, failure: &FailedAttempt) {
-        if failure.stage == Stage::GroupFailed
-            && let Some(response) = &failure.response
-        {
-            self.group_failed(&failure.connection.endpoint, &reason(&response.1), false);
+        let Some(group) = &self.group else { return };
+        let endpoint = &failure.connection.endpoint;
+        match &failure.response {
+            Some(response) if failure.stage == Stage::GroupFailed => {
+                self.group_failed(endpoint, &reason(&response.1), false);
+            }
+            // Nothing is known about the path.
+            _ => {
+                group.take_probe(endpoint.key());
+            }
         }
     }
 
     /// Records that the endpoint of an attempt has not answered, while another one did.
-    pub(super) fn record_silent_group(&self, silent: &Rc<Connection>, response: &UpstreamResponse) {
-        if !response.head.status.is_server_error() {
+    pub(super) fn record_silent_group(
+        &self,
+        silent: (usize, &Rc<Connection>),
+        response: &UpstreamResponse,
+    ) {
+        let has_head = self.group.as_ref().is_none_or(|group| group.has_head(silent.0));
+        if !has_head && !response.head.status.is_server_error() {
             let reason = "no response, while another apiserver has answered";
-            self.group_failed(&silent.endpoint, reason, true);
+            self.group_failed(&silent.1.endpoint, reason, true);
         }
     }
 
     fn group_failed(&self, endpoint: &Endpoint, reason: &str, is_silent: bool) {
         let Some(group) = &self.group else { return };
         let is_probe = group.take_probe(endpoint.key());
-        let failure = Failure { reason, is_silent, is_probe };
+        let failure = GroupFailure { reason, is_silent, is_probe };
         let (name, reporter) = (self.info.api_group(), self.upstream.pool.upstream().reporter());
         self.group_failures().failed(name, endpoint, failure, reporter);
     }
 
-    /// Records what a response for the client shows. `is_first`: it is that of the first attempt of the request.
+    /// Records what a response for the client shows. It is that of this attempt of its round.
     pub(super) fn record_response(
         &self,
         response: &UpstreamResponse,
         progress: &Progress,
-        is_first: bool,
+        attempt: usize,
     ) {
         let UpstreamResponse { head, prefix, recv, permit, .. } = response;
         let endpoint = &permit.connection().endpoint;
@@ -130,25 +140,34 @@ impl ForwardedRequest {
             self.group_failures().webhooks.look_at(body, endpoint, upstream.reporter());
         }
         let Some(group) = &self.group else { return };
-        // A safe request with such a response has failed before.
+        // A safe request with such a response has failed before. A write may be late because of an admission webhook.
         let signal =
             whole.and_then(|body| Some((group.signal_of(head.status, &head.headers, body)?, body)));
         match signal {
-            Some((GroupSignal::Failed, body)) => {
+            Some((GroupSignal::Failed, body)) if head.status != StatusCode::GATEWAY_TIMEOUT => {
                 return self.group_failed(endpoint, &reason(body), false);
             }
-            Some((GroupSignal::Unavailable, _)) => return,
+            Some(_) => return,
             None => {}
         }
+        // These may be responses of filters before the aggregator.
+        if matches!(head.status.as_u16(), 401 | 403 | 429) {
+            group.take_probe(endpoint.key());
+            return;
+        }
+        let now = clock::now();
         let sent_at = group.sent_at().unwrap_or(progress.requested_at);
-        if group.is_probing() || self.group_failures().any_fails() {
+        if group.probed().is_some() || self.group_failures().any_fails() {
             let is_probe = group.take_probe(endpoint.key());
             let (name, sent) = (self.info.api_group(), (sent_at, is_probe));
             self.group_failures().answered(name, endpoint, sent, upstream.reporter());
         }
-        self.upstream.group_budget.release_all(group.take_tokens());
-        let latency = clock::now().saturating_duration_since(progress.requested_at);
-        let is_example = is_first && self.info.kind == RequestKind::Read;
+        // A hedge of a late head that did not answer first has cost its token.
+        if attempt > 0 || !progress.attempts.is_hedged_as_slow() {
+            self.upstream.group_budget.release_all(group.take_tokens());
+        }
+        let latency = now.saturating_duration_since(sent_at);
+        let is_example = attempt == 0 && self.info.kind == RequestKind::Read;
         if is_example && head.status.is_success() && latency >= SLOW_HEAD {
             self.group_failures().took(self.info.api_group(), latency);
         }

@@ -187,6 +187,7 @@ async fn event(
     let Awaited::Loss { silence_from, hedge_from } = awaited else {
         let may_be_slow = awaited == (Awaited::Trouble { may_be_slow: true });
         return tokio::select! {
+            biased;
             () = until_troubled(&connection, &upstream) => Event::Troubled,
             () = after(head_wait.filter(|_| may_be_slow)) => Event::Slow,
         };

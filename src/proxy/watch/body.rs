@@ -27,7 +27,7 @@ use jackstay_core::watch::codec::error_event;
 use jackstay_core::watch::gzip::{ContentCoding, GzipError};
 use jackstay_core::watch::relay::Relay;
 use jackstay_core::watch::session::{
-    AttemptResult, Ending, Leave, NotResumable, SessionEffect, SessionInput,
+    AttemptResult, Ending, Leave, LeaveReason, NotResumable, SessionEffect, SessionInput,
 };
 use jackstay_sys::clock;
 
@@ -288,10 +288,17 @@ impl WatchBody {
     /// Leaves the stream for the deferred reason, if the client would not notice now.
     fn leave_if_possible(&mut self) {
         let Source::Stream(stream) = &mut self.source else { return };
-        let session = self.relay.session();
-        match stream.deferred.map(|reason| session.leave(reason, clock::now())) {
+        if matches!(stream.deferred, Some(LeaveReason::GroupFailed | LeaveReason::GroupSilent)) {
+            // The group may work again, and a chunk may have arrived.
+            stream.deferred = stream.group_leave_reason(&self.context);
+        }
+        let (session, reason) = (self.relay.session(), stream.deferred);
+        match reason.map(|reason| session.leave(reason, clock::now())) {
             Some(Leave::Search) => stream.search_stream(&self.context, session),
-            Some(Leave::Lose) => self.stream_lost("nothing arrives on the stream any more"),
+            Some(Leave::Lose) if reason == Some(LeaveReason::GroupSilent) => {
+                self.stream_lost("the API group fails at the endpoint");
+            }
+            Some(Leave::Lose) => self.stream_lost("the connection does not respond"),
             Some(Leave::End) => self.stop(NotResumable::Shutdown, "shutdown"),
             Some(Leave::Stay) | None => {}
         }

@@ -5,8 +5,8 @@ const B: EndpointKey = EndpointKey(2);
 const GROUP: &str = "metrics.k8s.io";
 const MS: Duration = Duration::from_millis(1);
 
-fn failure(is_probe: bool) -> Failure<'static> {
-    Failure { reason: "dial tcp: refused", is_silent: false, is_probe }
+fn failure(is_probe: bool) -> GroupFailure<'static> {
+    GroupFailure { reason: "dial tcp: refused", is_silent: false, is_probe }
 }
 
 #[test]
@@ -82,7 +82,7 @@ fn group_that_stays_unavailable_is_not_asked_again() {
 #[test]
 fn webhook_is_named_only_if_it_cannot_be_reached() {
     let json = r#"{"message":"Internal error occurred: failed calling webhook \"policy.example.com\": failed to call webhook: Post \"https://p.ns.svc:443/v?timeout=10s\": dial tcp 10.0.0.9:443: connect: connection refused"}"#;
-    let protobuf = "k8s\0failed calling webhook \"policy.example.com\": failed to call webhook: Post \"https://p\": context deadline exceeded";
+    let protobuf = "k8s\0failed calling webhook \"policy.example.com\": failed to call webhook: Post \"https://p\": context deadline exceeded\"\rInternalError";
     let answered = r#"failed calling webhook \"policy.example.com\": failed to call webhook: the server could not find the requested resource"#;
     let long = format!("failed calling webhook \"{}\": Post ", "a".repeat(MAX_NAME + 1));
     for (body, expected) in [
@@ -98,7 +98,11 @@ fn webhook_is_named_only_if_it_cannot_be_reached() {
     ] {
         let found = unreachable_webhook(body.as_bytes());
         assert_eq!(found.map(|(name, _)| name), expected, "{body}");
-        assert!(found.is_none_or(|(_, words)| words.starts_with(b"Post ")), "{body}");
+        let words = found.map(|(_, words)| String::from_utf8_lossy(words));
+        let end = words
+            .as_ref()
+            .is_none_or(|words| words.ends_with("refused") || words.ends_with("exceeded"));
+        assert!(words.as_ref().is_none_or(|words| words.starts_with("Post ")) && end, "{words:?}");
     }
 }
 
@@ -117,7 +121,7 @@ fn reason_is_short_and_printable() {
 #[test]
 fn pause_doubles_with_each_failed_probe_until_an_answer() {
     let (mut health, start) = (GroupHealth::default(), Instant::now());
-    assert_eq!(Some(true), health.failed(GROUP, A, failure(false), start), "begins");
+    assert_eq!(Some(GroupNews::Fails), health.failed(GROUP, A, failure(false), start), "begins");
     assert!(health.any_fails());
     let mut now = start;
     for seconds in [1, 2, 4, 8, 16, 30, 30] {
@@ -129,20 +133,20 @@ fn pause_doubles_with_each_failed_probe_until_an_answer() {
         assert!(health.sent(GROUP, A, due) && !health.sent(GROUP, A, due), "one probe at a time");
         assert_eq!(health.avoided(GROUP, true, due), [A], "while it is probed");
         now = due + 100 * MS;
-        assert_eq!(health.failed(GROUP, A, failure(true), now), Some(false), "it failed before");
+        assert_eq!(health.failed(GROUP, A, failure(true), now), Some(GroupNews::None));
     }
     let due = now + LONGEST_PAUSE;
     assert!(health.sent(GROUP, A, due));
     assert!(health.answered(GROUP, A, (start, true), due), "the probe was answered");
     assert!(!health.any_fails() && health.avoided(GROUP, false, due).is_empty());
     // It fails again soon: the pauses go on growing.
-    assert_eq!(Some(true), health.failed(GROUP, A, failure(false), due + MS));
+    assert_eq!(Some(GroupNews::FailsAgain), health.failed(GROUP, A, failure(false), due + MS));
     assert_eq!(health.failing()[0].probe_at, due + MS + LONGEST_PAUSE);
     assert_eq!(health.failing()[0].failures, 1);
     // After a long time without a failure it begins anew.
     assert!(health.answered(GROUP, A, (due + 2 * MS, false), due + 2 * MS));
     let later = due + 3 * LONGEST_PAUSE;
-    assert_eq!(Some(true), health.failed(GROUP, A, failure(false), later));
+    assert_eq!(Some(GroupNews::Fails), health.failed(GROUP, A, failure(false), later));
     assert_eq!(health.failing()[0].probe_at, later + FIRST_PAUSE);
 }
 
@@ -171,6 +175,33 @@ fn answer_to_an_older_request_does_not_end_a_failure() {
 }
 
 #[test]
+fn silence_is_a_suspicion_until_the_probe_is_silent() {
+    let silent = |is_probe| GroupFailure { is_silent: true, ..failure(is_probe) };
+    let (mut health, start) = (GroupHealth::default(), Instant::now());
+    for at in [0, 1] {
+        let news = health.failed(GROUP, A, silent(false), start + at * MS);
+        assert_eq!(news, Some(GroupNews::None), "{at}");
+    }
+    assert_eq!(health.avoided(GROUP, false, start), [A]);
+    assert_eq!((health.fails_at(GROUP, A), health.failing().len()), (None, 0));
+    let due = start + FIRST_PAUSE;
+    assert!(health.sent(GROUP, A, due));
+    assert_eq!(health.failed(GROUP, A, silent(true), due), Some(GroupNews::Fails));
+    assert_eq!(health.fails_at(GROUP, A), Some(true));
+    // Each further probe waits twice as long.
+    for wait in [500, 1_000, 1_000] {
+        assert_eq!(health.head_wait(GROUP, Some(A), due), wait * MS);
+        let due = health.failing()[0].probe_at;
+        assert!(health.sent(GROUP, A, due));
+        health.failed(GROUP, A, silent(true), due);
+    }
+    // A suspicion ends without news.
+    health.failed(GROUP, B, silent(false), start);
+    assert!(!health.answered(GROUP, B, (start + MS, false), start + 2 * MS));
+    assert_eq!(health.avoided(GROUP, false, start + 2 * MS), [A]);
+}
+
+#[test]
 fn abandoned_probe_may_be_followed_by_another() {
     let (mut health, start) = (GroupHealth::default(), Instant::now());
     health.failed(GROUP, A, failure(false), start);
@@ -183,15 +214,15 @@ fn abandoned_probe_may_be_followed_by_another() {
 #[test]
 fn head_wait_follows_the_slowest_recent_answer() {
     let (mut health, start) = (GroupHealth::default(), Instant::now());
-    assert_eq!(health.head_wait(GROUP, false, start), HEAD_WAIT);
-    assert_eq!(health.head_wait(GROUP, true, start), PROBE_WAIT);
+    assert_eq!(health.head_wait(GROUP, None, start), HEAD_WAIT);
+    assert_eq!(health.head_wait(GROUP, Some(A), start), PROBE_WAIT);
     for (latency, wait) in [(600, 1_200), (550, 1_200), (2_000, 4_000), (9_000, 5_000)] {
         health.took(GROUP, latency * MS, start);
-        assert_eq!(health.head_wait(GROUP, false, start), wait * MS, "{latency}");
-        assert_eq!(health.head_wait(GROUP, true, start), wait * MS, "{latency}");
+        assert_eq!(health.head_wait(GROUP, None, start), wait * MS, "{latency}");
+        assert_eq!(health.head_wait(GROUP, Some(A), start), wait * MS, "{latency}");
     }
     assert!(health.any_slow());
-    assert_eq!(health.head_wait(GROUP, false, start + SLOW_MEMORY), HEAD_WAIT, "forgotten");
+    assert_eq!(health.head_wait(GROUP, None, start + SLOW_MEMORY), HEAD_WAIT, "forgotten");
     health.retain(&[], start + SLOW_MEMORY);
     assert!(!health.any_slow());
 }
@@ -204,7 +235,7 @@ fn groups_are_bounded_and_forgotten_with_their_endpoints() {
         (0..10_000).filter(|n| health.failed(&format!("g{n}"), A, failure(false), now).is_some());
     assert_eq!(failed.count(), MAX_GROUPS);
     assert_eq!(
-        Some(true),
+        Some(GroupNews::Fails),
         health.failed("g1", B, failure(false), now),
         "a group that is remembered"
     );

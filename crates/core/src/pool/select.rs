@@ -5,9 +5,9 @@
 //! | criterion | best |
 //! |---|---|
 //! | state of the endpoint | in the order of [`EndpointState`]: ready, connecting, degraded, … |
+//! | the API group of the request fails at the endpoint | no |
 //! | the request failed on this connection | no |
 //! | the endpoint refused the request | no |
-//! | the API group of the request fails at the endpoint | no |
 //! | version of the endpoint | as the caller ranks it ([`Preference::version`]); after a failure by silence only for a watch, because recently received bytes matter more |
 //! | the endpoint is a fallback | no |
 //! | its watch cache is known to have reached the wanted version | yes |
@@ -201,9 +201,9 @@ fn rank(
     };
     (
         candidate.endpoint_state,
+        preference.group_fails,
         failed_on == Some(candidate.connection),
         refused_by == Some(candidate.endpoint),
-        preference.group_fails,
         if ignores_version { 0 } else { preference.version },
         candidate.is_fallback,
         preference.is_behind,

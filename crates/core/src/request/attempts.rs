@@ -46,8 +46,9 @@
 //! |---|---|---|---|
 //! | sent | `Troubled`, it may be hedged, and there is a token | in trouble; a hedge waits for a stream | `Hedge` |
 //! | sent | `Troubled`, there is no token | in trouble; it is not hedged any more | `Probe` |
-//! | first, sent, a safe request | `Slow`, another ready endpoint serves the group, and there is a token ([`Facts::take_group_token`]) | in trouble; a hedge waits for a stream | `Hedge` on another endpoint |
-//! | first, sent | `Slow`, otherwise | the same; it is not reported again | `Wait` |
+//! | the last, sent, a safe request | `Slow`, another ready endpoint serves the group, and there is a token ([`Facts::take_group_token`]) | late; a hedge waits for a stream | `HedgeLate` on another endpoint |
+//! | the last, sent | `Slow`, otherwise | the same | `Wait` |
+//! | late | its hedge has ended without a response | sent, as before | `Wait` |
 //! | sent | `Troubled`, it is not hedged or is the last of [`MAX_PARALLEL`] | in trouble | `Wait` |
 //! | hedge without a stream | `Granted` | sent | `Send` |
 //! | hedge without a stream | the request gets its response, the hedged attempt is given up, or the client abandons the request | it is cancelled, and its token goes back to the budget | |
@@ -108,7 +109,7 @@ const HEALTH_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
 /// The pauses before a request of a group that is unavailable is sent again. While one apiserver has lost its path, it and
 /// the others change the shared state in turn, for about 30 ms each and at most 0.2 s (measured with Kubernetes 1.36).
-const UNAVAILABLE: Backoff =
+const UNAVAILABLE_PAUSES: Backoff =
     Backoff::new(Duration::from_millis(30), Duration::from_millis(60)).with_factors(0.75, 1.25);
 /// How often such a request is sent again at most: for about a second.
 const MAX_UNAVAILABLE: u32 = 16;
@@ -135,8 +136,6 @@ pub struct Attempts<C> {
     asked_longer_up: bool,
     /// How often the request was sent again because its group is unavailable.
     unavailable: u32,
-    /// The late head of the first attempt of a round was reported.
-    is_slow: bool,
     /// `None` if the versions of the request mean nothing for its client.
     read: Option<ConsistentRead>,
     /// How the request continues after the last endpoint that had not reached its version.
@@ -209,7 +208,6 @@ impl<C> Attempts<C> {
             rejection: None,
             asked_longer_up: false,
             unavailable: 0,
-            is_slow: false,
             read,
             after_not_reached: None,
         }
@@ -282,10 +280,16 @@ impl<C> Attempts<C> {
     pub fn awaited(&self, attempt: usize) -> Option<Awaited> {
         match &self.state {
             State::Sent if attempt == 0 => {
-                let may_be_slow = !self.is_slow && retry::may_hedge(self.kind);
+                let may_be_slow = retry::may_hedge(self.kind);
                 Some(Awaited::Trouble { may_be_slow })
             }
-            State::Parallel(parallel) => parallel.awaited(attempt),
+            State::Parallel(parallel) => match parallel.awaited(attempt)? {
+                Awaited::Trouble { may_be_slow } => {
+                    let may_be_slow = may_be_slow && retry::may_hedge(self.kind);
+                    Some(Awaited::Trouble { may_be_slow })
+                }
+                other => Some(other),
+            },
             _ => None,
         }
     }
@@ -400,11 +404,10 @@ impl<C> Attempts<C> {
                 let is_safe = retry::may_hedge(self.kind);
                 parallel.troubled(attempt, is_safe, facts, hedges, now)
             }
-            AttemptInput::Slow { attempt: 0 } => {
-                self.is_slow = true;
+            AttemptInput::Slow { attempt } => {
                 let may_hedge = retry::may_hedge(self.kind) && facts.has_whole_body();
-                let is_hedged = may_hedge && facts.take_group_token().is_some();
-                Some(parallel.slow(is_hedged, hedges, now))
+                let excluded = if may_hedge { facts.take_group_token(Some(attempt)) } else { None };
+                parallel.slow(attempt, excluded, hedges, now)
             }
             AttemptInput::HedgeDue { attempt } => parallel.hedge_due(attempt, facts, hedges),
             AttemptInput::Silent { attempt } => parallel.silent(attempt, facts, now),
@@ -474,12 +477,11 @@ impl<C> Attempts<C> {
             self.failed = Some(Box::new(FailedRound { failure, connection }));
             if is_unavailable {
                 self.unavailable += 1;
-                let delay = UNAVAILABLE.after(self.unavailable).random_pause(rng);
+                let delay = UNAVAILABLE_PAUSES.after(self.unavailable).random_pause(rng);
                 self.state = State::Pausing;
                 return AttemptEffect::PauseRetry { delay };
             }
             self.round += 1;
-            self.is_slow = false;
             self.state = State::Acquiring;
             return AttemptEffect::Retry;
         }
@@ -519,7 +521,8 @@ impl<C> Attempts<C> {
                 self.unavailable < MAX_UNAVAILABLE && facts.may_ask_unavailable_group()
             }
             Stage::GroupFailed => {
-                let failing = facts.take_group_token();
+                self.excluded.push(endpoint);
+                let failing = facts.take_group_token(None);
                 let is_other_left = failing.is_some();
                 self.excluded.extend(failing.into_iter().flatten());
                 is_other_left

@@ -251,15 +251,14 @@ impl RequestInfo {
         Some(if group.is_empty() { resource.into() } else { format!("{group}/{resource}").into() })
     }
 
-    /// The API group, also that of the discovery of a group and of its `OpenAPI` document, which an aggregated apiserver
-    /// serves as well. Empty for the core group, and for all other paths.
+    /// The API group, also that of the discovery of a version (`/apis/GROUP/VERSION`), which an aggregated apiserver serves as
+    /// well. Empty for the core group, and for all other paths: kube-apiserver itself answers `/apis/GROUP`.
     pub fn api_group(&self) -> &str {
         if self.is_resource {
             return self.part(self.group);
         }
-        let below = self.path().trim_start_matches('/');
-        let rest = below.strip_prefix("apis/").or_else(|| below.strip_prefix("openapi/v3/apis/"));
-        rest.and_then(|rest| rest.split('/').next()).unwrap_or_default()
+        let below = self.path().trim_matches('/').strip_prefix("apis/");
+        below.and_then(|below| below.split_once('/')).map_or("", |(group, _)| group)
     }
 
     fn part(&self, part: Span) -> &str {

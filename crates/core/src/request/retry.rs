@@ -192,6 +192,11 @@ pub const fn may_ask_other_endpoints(kind: RequestKind) -> bool {
     may_repeat(kind, Stage::TooOld)
 }
 
+/// Whether a response that shows that the API group fails is held back so that the request can be sent to another endpoint.
+pub const fn may_ask_after_group_failure(kind: RequestKind) -> bool {
+    may_repeat(kind, Stage::GroupFailed)
+}
+
 /// Whether a rejection for overload is held back so that the request can be sent to another endpoint.
 pub const fn may_ask_after_rejection(kind: RequestKind) -> bool {
     may_repeat(kind, Stage::Rejected)

@@ -14,7 +14,6 @@ use std::sync::Arc;
 use bytes::Bytes;
 use http::Request;
 use jackstay_core::admission::ByteAccount;
-use jackstay_core::group_health::HEAD_WAIT;
 use jackstay_core::watch::gzip::{ContentCoding, GzipDecoder, GzipError};
 use jackstay_core::watch::relay::Relay;
 use jackstay_core::watch::session::{
@@ -36,17 +35,11 @@ impl WatchBody {
     /// Called when the connection has notified its watches, because some of them should move.
     pub(super) fn notified(&mut self) {
         let Source::Stream(stream) = &mut self.source else { return };
-        let endpoint = &stream.permit.connection().endpoint;
-        if let Some(is_silent) = self.context.group_fails_at(endpoint) {
-            let reason = if is_silent && stream.pace.silence(clock::now()) >= HEAD_WAIT {
-                LeaveReason::GroupSilent
-            } else {
-                LeaveReason::GroupFailed
-            };
-            stream.defer(reason, &self.context.drain);
+        stream.await_event(&self.context.drain);
+        if let Some(reason) = stream.group_leave_reason(&self.context) {
+            stream.deferred = Some(reason);
             return self.leave_if_possible();
         }
-        stream.await_event(&self.context.drain);
         let session = self.relay.session();
         if let Some((reason, permit)) = take_move_offer(session, stream, &self.context) {
             self.start_move(permit, reason);
@@ -60,7 +53,7 @@ impl WatchBody {
         let connection = stream.permit.connection();
         let must_leave = connection.should_drain()
             || self.context.group_fails_at(&connection.endpoint).is_some();
-        if permit.is_none() && !must_leave {
+        if !must_leave {
             return stream.await_event(&self.context.drain);
         }
         let session = self.relay.session();

@@ -13,10 +13,12 @@ use futures_util::future::LocalBoxFuture;
 use h2::RecvStream;
 use jackstay_core::admission::ByteAccount;
 use jackstay_core::credential_class::ClientRank;
+use jackstay_core::group_health::HEAD_WAIT;
 use jackstay_core::watch::gzip::{ContentCoding, GzipDecoder, GzipError};
 use jackstay_core::watch::pace::DeliveryPace;
 use jackstay_core::watch::session::{LeaveReason, SEARCH_TIMEOUT, Searches, Session};
 use jackstay_net::http2_error::describe_h2_error;
+use jackstay_sys::clock;
 use tokio::time::{sleep, timeout};
 
 use super::context::ResumeContext;
@@ -197,6 +199,13 @@ impl UpstreamStream {
                 () = drain.staggered_end() => StreamEvent::Leave(LeaveReason::Shutdown),
             }
         });
+    }
+
+    /// Why the watch should leave this stream because of its API group; `None` if it should not.
+    pub(super) fn group_leave_reason(&self, context: &ResumeContext) -> Option<LeaveReason> {
+        let is_silent = context.group_fails_at(&self.permit.connection().endpoint)?;
+        let hears_nothing = is_silent && self.pace.silence(clock::now()) >= HEAD_WAIT;
+        Some(if hears_nothing { LeaveReason::GroupSilent } else { LeaveReason::GroupFailed })
     }
 
     /// Searches a stream on another connection while this one works. Failed searches delay the next one.

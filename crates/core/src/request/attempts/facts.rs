@@ -42,9 +42,10 @@ pub trait Facts<C> {
     /// ([`crate::request::start_up::not_asked_after`]).
     fn not_asked_after_refusal(&self, endpoint: EndpointKey) -> Option<Vec<EndpointKey>>;
 
-    /// The endpoints at which the API group of the request fails, if a ready one is left and the budget has a token, which
-    /// this takes.
-    fn take_group_token(&self) -> Option<Vec<EndpointKey>>;
+    /// The endpoints that are not asked because the API group of the request fails there, if a ready one is left and the
+    /// budget has a token, which this takes. `late`: the attempt whose response head is late; then those of the attempts
+    /// that wait are not asked either, and none is if that head has arrived.
+    fn take_group_token(&self, late: Option<usize>) -> Option<Vec<EndpointKey>>;
 
     /// Whether the API group was available a moment ago, and the budget has a token, which this takes.
     fn may_ask_unavailable_group(&self) -> bool;

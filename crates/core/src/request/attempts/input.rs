@@ -85,6 +85,8 @@ pub enum AttemptEffect {
     /// Take a stream for this attempt, a hedge, on another live connection than that of the attempt before. `exclude`:
     /// on another endpoint, too. `probe`: the endpoint of the attempt before is probed.
     Hedge { attempt: usize, exclude: bool, probe: bool },
+    /// Take a stream for this attempt, a hedge, on none of these endpoints: the response head of the attempt before is late.
+    HedgeLate { attempt: usize, excluded: Vec<EndpointKey> },
     /// End this attempt, which then fails with this stage and reason.
     GiveUp { attempt: usize, stage: Stage, reason: Cow<'static, str> },
     /// Probe the endpoint of this attempt, and wait.

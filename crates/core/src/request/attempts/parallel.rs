@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::facts::Facts;
 use super::input::{AttemptEffect, AttemptFailure, Awaited, HedgeOutcome};
+use crate::pool::EndpointKey;
 use crate::request::retry::Stage;
 
 /// Maximum number of parallel attempts, the first included.
@@ -58,6 +59,8 @@ enum Attempt<C> {
     Sent,
     Troubled {
         hedging: Hedging,
+        /// It is hedged because its response head is late, and its connection is not in trouble.
+        is_late: bool,
         /// When the silence of its connection is considered; `None` for a request that must not be sent twice.
         silence_from: Option<Instant>,
     },
@@ -99,8 +102,8 @@ impl<C> Parallel<C> {
     /// What an attempt waits for; `None` if it has ended.
     pub(super) fn awaited(&self, attempt: usize) -> Option<Awaited> {
         match *self.0.get(attempt)? {
-            Attempt::Sent => Some(Awaited::Trouble { may_be_slow: false }),
-            Attempt::Troubled { hedging, silence_from } => {
+            Attempt::Sent => Some(Awaited::Trouble { may_be_slow: self.0.len() < MAX_PARALLEL }),
+            Attempt::Troubled { hedging, silence_from, .. } => {
                 let hedge_from = match hedging {
                     Hedging::Paused { until, .. } => Some(until),
                     Hedging::Off | Hedging::Running { .. } => None,
@@ -125,28 +128,29 @@ impl<C> Parallel<C> {
         let may_hedge = is_safe && facts.has_whole_body() && attempt + 1 < MAX_PARALLEL;
         let hedging =
             if may_hedge { Hedging::Running { since: hedges.sent } } else { Hedging::Off };
-        *troubled = Attempt::Troubled { hedging, silence_from: is_safe.then_some(now) };
+        let silence_from = is_safe.then_some(now);
+        *troubled = Attempt::Troubled { hedging, is_late: false, silence_from };
         let effect =
             if may_hedge { self.hedge(attempt, true, facts, hedges) } else { AttemptEffect::Wait };
         Some(effect)
     }
 
-    /// The response head of the first attempt is late. `is_hedged`: it is hedged on another endpoint.
+    /// The response head of the last attempt is late. `excluded`: where it is not hedged; `None` if it is not hedged at all.
     pub(super) fn slow(
         &mut self,
-        is_hedged: bool,
+        attempt: usize,
+        excluded: Option<Vec<EndpointKey>>,
         hedges: &mut Hedges,
         now: Instant,
-    ) -> AttemptEffect {
-        let [first @ Attempt::Sent] = &mut self.0[..] else { return AttemptEffect::Wait };
-        if !is_hedged {
-            return AttemptEffect::Wait;
-        }
+    ) -> Option<AttemptEffect> {
+        let is_last = attempt + 1 == self.0.len() && self.0.len() < MAX_PARALLEL;
+        let Some(slow @ Attempt::Sent) = self.0.get_mut(attempt) else { return None };
+        let Some(excluded) = excluded.filter(|_| is_last) else { return Some(AttemptEffect::Wait) };
         let hedging = Hedging::Running { since: hedges.sent };
-        *first = Attempt::Troubled { hedging, silence_from: Some(now) };
+        *slow = Attempt::Troubled { hedging, is_late: true, silence_from: Some(now) };
         hedges.is_for_slow = true;
         self.0.push(Attempt::Acquiring);
-        AttemptEffect::Hedge { attempt: 1, exclude: true, probe: true }
+        Some(AttemptEffect::HedgeLate { attempt: attempt + 1, excluded })
     }
 
     /// The pause after a failed hedge is over.
@@ -279,12 +283,18 @@ impl<C> Parallel<C> {
                         return Next::RoundFailed(failure);
                     }
                 }
-                Attempt::Troubled { silence_from, .. } => {
+                Attempt::Troubled { is_late: true, .. } => {
+                    // Another endpoint may answer, and is asked after the same time.
+                    hedges.ended(since, HedgeOutcome::Failed);
+                    self.0.push(Attempt::Sent);
+                    break;
+                }
+                Attempt::Troubled { silence_from, is_late: false, .. } => {
                     // The attempt may wait 20 s for a stopped apiserver, and another endpoint may return before that.
                     let until = now + HEDGE_INTERVAL;
                     let since = since.unwrap_or(hedges.sent);
                     let hedging = Hedging::Paused { since, until };
-                    self.0.push(Attempt::Troubled { hedging, silence_from });
+                    self.0.push(Attempt::Troubled { hedging, is_late: false, silence_from });
                     break;
                 }
                 other => {

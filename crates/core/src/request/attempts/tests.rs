@@ -159,7 +159,7 @@ impl Facts<Key> for TestFacts {
         self.not_asked.clone()
     }
 
-    fn take_group_token(&self) -> Option<Vec<EndpointKey>> {
+    fn take_group_token(&self, _: Option<usize>) -> Option<Vec<EndpointKey>> {
         self.ask("Group");
         self.failing.clone()
     }
@@ -227,6 +227,7 @@ fn show(effect: &AttemptEffect) -> String {
             let probe = if *probe { "Probe and " } else { "" };
             format!("{probe}Hedge {attempt} {exclude}")
         }
+        AttemptEffect::HedgeLate { attempt, .. } => format!("HedgeLate {attempt}"),
         AttemptEffect::Probe { attempt } => format!("Probe {attempt}"),
         other => format!("{other:?}"),
     }

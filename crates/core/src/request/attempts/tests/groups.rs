@@ -29,7 +29,8 @@ fn step_after_a_failed_group_asks_where_the_group_works_or_pauses() {
     let twice = steps![failed_group(), granted(0), second];
     check(Read, twice, "Group, Retry, Send 0, Group, Rejection 503");
     let (attempts, _) = run(Read, steps![granted(0), failed_group()]);
-    assert_eq!(attempts.requirements().excluded, [EndpointKey(1), EndpointKey(2)]);
+    let excluded = [EndpointKey(1), EndpointKey(1), EndpointKey(2)];
+    assert_eq!(attempts.requirements().excluded, excluded);
     let (attempts, _) = run(Read, steps![granted(0), unavailable()]);
     assert_eq!(attempts.requirements().excluded, []);
     // It is sent again for about a second.
@@ -45,7 +46,7 @@ fn step_after_a_failed_group_asks_where_the_group_works_or_pauses() {
 fn step_hedges_a_late_head_of_a_group_on_another_endpoint() {
     let slow = || AttemptInput::Slow { attempt: 0 };
     let hedged = |then: Vec<Step>| steps![granted(0), slow(), granted(1)].into_iter().chain(then);
-    let sent = "Send 0, Group, Probe and Hedge 1 true, Send 1";
+    let sent = "Send 0, Group, HedgeLate 1, Send 1";
     let check_hedged = |then, expected: &str| {
         check(Read, hedged(then).collect(), &format!("{sent}, {expected}"));
     };
@@ -54,16 +55,26 @@ fn step_hedges_a_late_head_of_a_group_on_another_endpoint() {
     let lost = failed(0, Stage::GroupFailed, 503);
     check_hedged(steps![lost, responded(1)], "Wait, Respond 1 | hedge");
     let also_failed = failed(1, Stage::GroupFailed, 503);
-    check_hedged(steps![also_failed, responded(0)], "Wait, Respond 0 | original");
+    check_hedged(steps![also_failed, responded(0)], "Wait, Respond 0 | failed");
     let none_left = with(slow(), |world| world.failing = None);
     check(Read, steps![granted(0), none_left, responded(0)], "Send 0, Group, Wait, Respond 0");
     let arriving = with(slow(), |world| world.has_whole_body = false);
     check(NonMutating, steps![granted(0), arriving], "Send 0, Wait");
     check(Write, steps![granted(0), slow()], "Send 0, Wait");
-    // A late head is reported once, trouble of the connection also later.
-    let (attempts, _) = run(Read, steps![granted(0), with(slow(), |world| world.failing = None)]);
-    assert_eq!(attempts.awaited(0), Some(Awaited::Trouble { may_be_slow: false }));
-    let (attempts, _) =
-        run_quietly(Read, steps![granted(0), slow(), AttemptInput::NoHedgeStream { attempt: 1 }]);
+    // Also the hedge may be late. The fourth attempt is the last one.
+    let late = |attempt| AttemptInput::Slow { attempt };
+    let others = steps![late(1), granted(2), late(2), granted(3), late(3), responded(3)];
+    let expected = "Group, HedgeLate 2, Send 2, Group, HedgeLate 3, Send 3, Group, Wait, Respond 3";
+    check_hedged(others, &format!("{expected} | hedge hedge hedge"));
+    // Another endpoint is asked if the hedge has failed, or had no stream.
+    let failed_hedge = failed(1, Stage::GroupFailed, 503);
+    let again = steps![failed_hedge, slow(), granted(1), responded(1)];
+    check_hedged(again, "Wait, Group, HedgeLate 1, Send 1, Respond 1 | failed hedge");
+    let no_stream = steps![AttemptInput::NoHedgeStream { attempt: 1 }, slow(), granted(1)];
+    let without = steps![granted(0), slow()].into_iter().chain(no_stream).collect();
+    let (attempts, _) = run_quietly(Read, without);
     assert!(attempts.is_hedged_as_slow());
+    // A late head and trouble are reported as long as there is no hedge.
+    let (attempts, _) = run(Read, steps![granted(0), with(slow(), |world| world.failing = None)]);
+    assert_eq!(attempts.awaited(0), Some(Awaited::Trouble { may_be_slow: true }));
 }

@@ -93,7 +93,7 @@ impl Facts<Key> for RandomFacts {
         found.then(|| vec![endpoint])
     }
 
-    fn take_group_token(&self) -> Option<Vec<EndpointKey>> {
+    fn take_group_token(&self, _: Option<usize>) -> Option<Vec<EndpointKey>> {
         let found = !self.is(4);
         for counter in [&self.taken, &self.elsewhere] {
             counter.set(counter.get() + u32::from(found));
@@ -243,7 +243,7 @@ impl Shell {
             let mut rng = self.rng.fork();
             let effect = self.attempts.step(input, &self.facts, self.now, &mut rng);
             self.count();
-            if is_slow && matches!(effect, AttemptEffect::Hedge { .. }) {
+            if is_slow && matches!(effect, AttemptEffect::HedgeLate { .. }) {
                 // The token is that of a hedge.
                 self.facts.elsewhere.set(self.facts.elsewhere.get() - 1);
             }
@@ -269,7 +269,7 @@ impl Shell {
                 self.send(attempt);
                 self.event()
             }
-            AttemptEffect::Hedge { attempt, .. } => {
+            AttemptEffect::Hedge { attempt, .. } | AttemptEffect::HedgeLate { attempt, .. } => {
                 assert_eq!(self.slots[attempt], Slot::Ended);
                 assert_eq!(self.slots[attempt - 1], Slot::Sent);
                 self.slots[attempt] = Slot::Acquiring;

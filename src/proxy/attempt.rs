@@ -94,6 +94,7 @@ impl Attempt {
         expected: Expected<'_>,
     ) -> Result<UpstreamResponse, FailedAttempt> {
         let Self { mut permit, response, upload } = self;
+        let sent_at = expected.group.map(|_| clock::now());
         let connection = Rc::clone(permit.connection());
         let failed = |stage, reason: &str| failed(stage, reason, &connection);
         let (head, mut recv) = match response.await {
@@ -121,7 +122,13 @@ impl Attempt {
                 return Err(FailedAttempt { response, reached, ..failed(stage, reason) });
             }
         }
-        permit.head_arrived(arrived);
+        // The server of the group was slow, or the path to it: other requests need not avoid the apiserver.
+        let waited = sent_at.map(|sent_at| arrived.saturating_duration_since(sent_at));
+        if waited.is_some_and(|waited| waited >= group_health::SLOW_HEAD) {
+            permit.head_arrived_without_sample();
+        } else {
+            permit.head_arrived(arrived);
+        }
         Ok(UpstreamResponse { head, recv, prefix, permit, upload })
     }
 }

@@ -85,12 +85,17 @@ impl GroupFailures {
         self.any_fails.load(Ordering::Relaxed)
     }
 
+    /// The endpoint to which a probe of this group may be sent ([`GroupHealth::due`]).
+    pub fn due(&self, group: &str) -> Option<EndpointKey> {
+        self.lock().health.due(group, clock::now())
+    }
+
     /// The endpoints that a request of this group does not prefer ([`GroupHealth::avoided`]).
-    pub fn avoided(&self, group: &str, may_probe: bool) -> Vec<EndpointKey> {
+    pub fn avoided(&self, group: &str) -> Vec<EndpointKey> {
         if !self.any_fails() {
             return Vec::new();
         }
-        self.lock().health.avoided(group, may_probe, clock::now())
+        self.lock().health.avoided(group)
     }
 
     /// Whether the group fails at this endpoint. `Some(true)` if its streams may have lost their path, too.

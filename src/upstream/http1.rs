@@ -118,7 +118,7 @@ pub async fn open(
     drop(config);
     // Without a usable endpoint the client receives its error as soon as for any other request.
     let limit = if upstream.is_usable() { base } else { base.min(UNAVAILABLE_AFTER) };
-    let avoided = upstream.group_failures.avoided(group, false);
+    let avoided = upstream.group_failures.avoided(group);
     let mut candidates: Vec<_> = upstream
         .endpoints()
         .iter()

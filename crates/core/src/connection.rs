@@ -320,6 +320,11 @@ impl ConnectionMachine {
         }
     }
 
+    /// A response head arrived that says nothing about the load of the apiserver.
+    pub fn head_arrived_without_sample(&mut self, stream: &mut Stream) {
+        self.end_wait(stream);
+    }
+
     /// Pins an open stream, or removes the pin.
     pub fn set_pinned(&mut self, stream: &mut Stream, pinned: bool) {
         let (from, to) = if pinned {

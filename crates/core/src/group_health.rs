@@ -23,7 +23,7 @@
 //! |---|---|---|
 //! | works | as any | a failure: *fails*, for a pause |
 //! | fails or is suspected, in its pause | prefer other endpoints | the pause is over: *due* |
-//! | due | one safe request may go there, the probe; all others as in the pause | its answer: *works*; its failure: *fails*, for twice the pause, at most [`LONGEST_PAUSE`] |
+//! | due | one safe request prefers it, the probe; all others as in the pause | its answer: *works*; its failure: *fails*, for twice the pause, at most [`LONGEST_PAUSE`] |
 //!
 //! A group that fails at all endpoints is preferred at none: each request is sent once, and its client gets the words of the
 //! apiserver. Any answer to a request that was sent after the last failure ends the failure. If the group fails again within
@@ -265,11 +265,16 @@ impl GroupHealth {
         self.0.values().any(|group| group.slowest.is_some())
     }
 
-    /// The endpoints that a request of this group does not prefer. `may_probe`: the request may be the probe.
-    pub fn avoided(&self, group: &str, may_probe: bool, now: Instant) -> Vec<EndpointKey> {
+    /// The endpoints at which the group fails or is suspected to, which its requests do not prefer.
+    pub fn avoided(&self, group: &str) -> Vec<EndpointKey> {
         let endpoints = self.0.get(group).map_or(&[][..], |group| &group.endpoints);
-        let is_avoided = |one: &&AtEndpoint| one.fails() && !(may_probe && one.is_due(now));
-        endpoints.iter().filter(is_avoided).map(|one| one.endpoint).collect()
+        endpoints.iter().filter(|one| one.fails()).map(|one| one.endpoint).collect()
+    }
+
+    /// An endpoint at which the group fails, and to which a probe may be sent.
+    pub fn due(&self, group: &str, now: Instant) -> Option<EndpointKey> {
+        let mut endpoints = self.0.get(group)?.endpoints.iter();
+        endpoints.find(|one| one.is_due(now)).map(|one| one.endpoint)
     }
 
     /// Whether the group is known to fail at this endpoint. `Some(true)` if streams of the group may have lost their path, too.

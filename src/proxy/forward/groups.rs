@@ -32,7 +32,15 @@ impl ForwardedRequest {
         }
         let may_probe =
             may_probe && retry::may_hedge(self.info.kind) && self.upstream.group_budget.has_token();
-        self.group_failures().avoided(self.info.api_group(), may_probe)
+        let (failures, name) = (self.group_failures(), self.info.api_group());
+        match may_probe.then(|| failures.due(name)).flatten() {
+            Some(due) => {
+                let endpoints = self.upstream.pool.upstream().endpoints();
+                let others = endpoints.iter().map(|endpoint| endpoint.key());
+                others.filter(|endpoint| *endpoint != due).collect()
+            }
+            None => failures.avoided(name),
+        }
     }
 
     /// How long the request waits for its response head before another endpoint is asked, too; `None` if it only waits.
@@ -61,7 +69,7 @@ impl ForwardedRequest {
         if late.is_some_and(|attempt| group.has_head(attempt)) {
             return None;
         }
-        let mut failing = self.group_failures().avoided(self.info.api_group(), false);
+        let mut failing = self.group_failures().avoided(self.info.api_group());
         failing.extend(waiting);
         let is_taken =
             self.upstream.has_ready_endpoint_besides(&failing) && self.upstream.group_budget.take();

@@ -56,6 +56,11 @@ impl Permit {
         self.connection.step(|machine| machine.head_arrived(&mut self.stream, now));
     }
 
+    /// Records that the response head arrived, without a sample of its latency.
+    pub fn head_arrived_without_sample(&mut self) {
+        self.connection.step(|machine| machine.head_arrived_without_sample(&mut self.stream));
+    }
+
     /// Pins an open stream, or removes the pin. A stream is pinned while the rest of its response cannot be
     /// requested from another connection. It then keeps an unresponsive connection open for a while
     /// ([`jackstay_core::connection`]).

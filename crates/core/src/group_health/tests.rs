@@ -126,19 +126,19 @@ fn pause_doubles_with_each_failed_probe_until_an_answer() {
     let mut now = start;
     for seconds in [1, 2, 4, 8, 16, 30, 30] {
         let due = now + Duration::from_secs(seconds);
-        assert_eq!(health.avoided(GROUP, true, due.checked_sub(MS).unwrap()), [A], "{seconds}");
+        assert_eq!(health.due(GROUP, due.checked_sub(MS).unwrap()), None, "{seconds}");
         assert!(!health.sent(GROUP, A, due.checked_sub(MS).unwrap()), "{seconds}");
-        assert_eq!(health.avoided(GROUP, true, due), [], "{seconds}");
-        assert_eq!(health.avoided(GROUP, false, due), [A], "a write is no probe");
+        assert_eq!(health.due(GROUP, due), Some(A), "{seconds}");
+        assert_eq!(health.avoided(GROUP), [A], "a write is no probe");
         assert!(health.sent(GROUP, A, due) && !health.sent(GROUP, A, due), "one probe at a time");
-        assert_eq!(health.avoided(GROUP, true, due), [A], "while it is probed");
+        assert_eq!(health.due(GROUP, due), None, "while it is probed");
         now = due + 100 * MS;
         assert_eq!(health.failed(GROUP, A, failure(true), now), Some(GroupNews::None));
     }
     let due = now + LONGEST_PAUSE;
     assert!(health.sent(GROUP, A, due));
     assert!(health.answered(GROUP, A, (start, true), due), "the probe was answered");
-    assert!(!health.any_fails() && health.avoided(GROUP, false, due).is_empty());
+    assert!(!health.any_fails() && health.avoided(GROUP).is_empty());
     // It fails again soon: the pauses go on growing.
     assert_eq!(Some(GroupNews::FailsAgain), health.failed(GROUP, A, failure(false), due + MS));
     assert_eq!(health.failing()[0].probe_at, due + MS + LONGEST_PAUSE);
@@ -182,7 +182,7 @@ fn silence_is_a_suspicion_until_the_probe_is_silent() {
         let news = health.failed(GROUP, A, silent(false), start + at * MS);
         assert_eq!(news, Some(GroupNews::None), "{at}");
     }
-    assert_eq!(health.avoided(GROUP, false, start), [A]);
+    assert_eq!(health.avoided(GROUP), [A]);
     assert_eq!((health.fails_at(GROUP, A), health.failing().len()), (None, 0));
     let due = start + FIRST_PAUSE;
     assert!(health.sent(GROUP, A, due));
@@ -198,7 +198,7 @@ fn silence_is_a_suspicion_until_the_probe_is_silent() {
     // A suspicion ends without news.
     health.failed(GROUP, B, silent(false), start);
     assert!(!health.answered(GROUP, B, (start + MS, false), start + 2 * MS));
-    assert_eq!(health.avoided(GROUP, false, start + 2 * MS), [A]);
+    assert_eq!(health.avoided(GROUP), [A]);
 }
 
 #[test]

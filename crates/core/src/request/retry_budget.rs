@@ -26,7 +26,7 @@ const REJECTED_BURST: usize = 128;
 /// Burst of additional requests of API groups that fail at an endpoint: those that wait there when it loses its path.
 const GROUPS_BURST: usize = 96;
 /// Tokens of that burst that are kept for other endpoints while groups are unavailable.
-const GROUPS_RESERVE: f64 = 32.0;
+const GROUPS_RESERVE: f64 = 80.0;
 /// Tokens that a request of a group that is not built in earns for such requests.
 const TOKENS_PER_GROUP_REQUEST: f64 = 0.05;
 /// Tokens that one request of a client earns.

@@ -159,7 +159,7 @@ impl ResumeContext {
         if !failures.any_fails() {
             return Vec::new();
         }
-        self.extension_group(|group| failures.avoided(group, false)).unwrap_or_default()
+        self.extension_group(|group| failures.avoided(group)).unwrap_or_default()
     }
 
     /// Whether the API group of the watch fails at this endpoint. `Some(true)` if its streams may have lost their path, too.

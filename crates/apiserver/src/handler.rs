@@ -3,6 +3,7 @@
 
 mod verbs;
 
+use crate::aggregated;
 use crate::audit::Record;
 use crate::body::ResponseBody;
 use crate::compression;
@@ -239,6 +240,11 @@ impl RequestContext {
             return self.negotiate(200, &discovery::version(&version));
         }
         self.authorize(&user)?;
+        if aggregated::is_forwarded(path)
+            && let Some(failure) = self.server.forward_to_aggregated().await
+        {
+            return Ok(scripted_response(failure).await);
+        }
         if let Some(document) = discovery::document(path) {
             return self.negotiate(200, &document);
         }

@@ -1,5 +1,7 @@
 //! The table of resource types that the demo apiserver serves. Storage, routing and discovery use it.
 
+use crate::aggregated;
+
 /// A resource type.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Kind {
@@ -93,9 +95,11 @@ pub static DEPLOYMENTS: Kind = grouped("apps", "deployments", "Deployment", true
 /// Endpoint slices.
 pub static ENDPOINT_SLICES: Kind =
     grouped("discovery.k8s.io", "endpointslices", "EndpointSlice", false, &[]);
+/// The objects of the aggregated server.
+pub static WIDGETS: Kind = grouped(aggregated::GROUP, "widgets", "Widget", false, &[]);
 
 /// All resource types.
-pub static KINDS: [&Kind; 12] = [
+pub static KINDS: [&Kind; 13] = [
     &PODS,
     &CONFIG_MAPS,
     &SECRETS,
@@ -108,6 +112,7 @@ pub static KINDS: [&Kind; 12] = [
     &LEASES,
     &DEPLOYMENTS,
     &ENDPOINT_SLICES,
+    &WIDGETS,
 ];
 
 /// The resource type with this plural name in a group and version.

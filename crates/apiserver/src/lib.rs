@@ -8,6 +8,7 @@
 //!   down or fail each server.
 //! * A request passes `connection`, `handler` (audit, scripted faults, authentication, authorization)
 //!   and `handler::verbs`; `watch` and `tunnel` serve long-running requests.
+//! * [`aggregated`] is a group that each server reaches on a path of its own, which can be cut.
 //! * [`faulty_relay`] relays TCP. It can drop the packets of established flows while new flows work.
 //! * [`client`] is a plain client: one connection, requests, watches.
 //! * [`pki`] issues certificates; [`seed`] fills the store.
@@ -17,6 +18,7 @@
 #![forbid(unsafe_code)]
 #![cfg_attr(not(test), warn(clippy::too_many_lines))]
 
+pub mod aggregated;
 pub mod cbor;
 pub mod client;
 pub mod faulty_relay;

@@ -1,5 +1,6 @@
 //! State that the connections and the handle of a demo apiserver share.
 
+use crate::aggregated::AggregatedPath;
 use crate::cluster::Cluster;
 use crate::gateway::{Gateway, Refused};
 use crate::identity::Certificate;
@@ -96,6 +97,10 @@ pub struct Faults {
     pub watched_changes: Option<usize>,
     /// The feature gate `ManagedFieldsOptOut`, in the metrics only; `None` for a version that has no such gate.
     pub managed_fields_opt_out: Option<bool>,
+    /// The path to the aggregated server.
+    pub aggregated_path: AggregatedPath,
+    /// The `APIService` of the aggregated server has the condition `Available=False`, a state that all apiservers share.
+    pub aggregated_unavailable: bool,
     /// The version at which the watch cache stands still: a get that asks for a newer one is answered with 504.
     pub cache_version: Option<u64>,
     /// `/livez` fails, as that of Kubernetes 1.36 without etcd, whose `/readyz` does not; nothing else changes.

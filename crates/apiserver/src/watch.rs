@@ -1,6 +1,7 @@
 //! Serves watches: reads changes from the history of the cluster and writes them as events into the
 //! response.
 
+use crate::aggregated::{self, AggregatedPath};
 use crate::body::ResponseBody;
 use crate::cluster::{Event, Object};
 use crate::handler::{Format, JSON, respond};
@@ -45,6 +46,8 @@ struct Watch {
     /// Number of changes that were sent.
     sent: usize,
     columns_sent: bool,
+    /// When the stream is reset, while the path to its aggregated server is dark.
+    lost_at: Option<Instant>,
     /// Events that wait for the others of their gzip member; `None` without compression.
     batch: Option<Vec<u8>>,
     sender: mpsc::Sender<io::Result<Bytes>>,
@@ -95,6 +98,7 @@ pub(super) fn start(
         cursor: version,
         sent: 0,
         columns_sent: false,
+        lost_at: None,
         batch: compressed.then(Vec::new),
         sender,
     };
@@ -155,57 +159,89 @@ impl Watch {
         let mut end = self.server.end_watches.subscribe();
         // A test that sees this watch in the counters can end it by `end_watches`, subscribed above.
         let _counted = Counted::new(&self.server, |counters| &counters.watches);
-        match start_at {
-            StartAt::CurrentState { announce_end, minimum } => {
-                self.wait_while(|faults, _| faults.hold_watches).await?;
-                if let Some(minimum) = minimum
-                    && let Err(current) = self.server.wait_until_cached(minimum).await
-                {
-                    let error = StatusError::too_large_version(minimum, current);
-                    return self.send_error(&error).await;
-                }
-                self.send_current_state(announce_end).await?;
-            }
-            StartAt::Now => self.cursor = self.server.cached_version(),
-            StartAt::Version => {
-                let compacted_here = self.server.compacted.load(Relaxed);
-                if self.cursor < compacted_here {
-                    return self
-                        .send_error(&StatusError::expired(self.cursor, compacted_here))
-                        .await;
-                }
-                if let Err(expired) = self.server.cluster.check_not_compacted(self.cursor) {
-                    return self.send_error(&expired).await;
-                }
-            }
-        }
-        self.flush().await?;
+        self.begin(start_at).await?;
         let interval = self.server.cluster.bookmark_interval();
         let mut bookmark = next_bookmark(Instant::now(), interval, deadline);
         let sender = self.sender.clone();
         loop {
-            let held = faults.borrow().hold_watches;
+            let held = self.is_held(&faults.borrow());
             let next = if held { None } else { self.server.cached_at(self.cursor) };
             tokio::select! {
                 () = sender.closed() => return Err(Disconnected),
                 () = watch_cache::sleep_until(next) => {}
-                () = tokio::time::sleep_until(deadline) => return Ok(()),
+                // The end of a watch does not pass a dark path.
+                () = tokio::time::sleep_until(deadline), if self.lost_at.is_none() => return Ok(()),
+                () = watch_cache::sleep_until(self.lost_at) => return self.reset().await,
                 _ = end.changed() => return Ok(()),
                 _ = changes.changed() => {}
                 _ = faults.changed() => {}
                 () = watch_cache::sleep_until(bookmark), if self.bookmarks => {
                     bookmark = next_bookmark(Instant::now(), interval, deadline);
-                    if !faults.borrow().hold_watches {
+                    if !self.is_held(&faults.borrow()) {
                         self.send_changes().await?;
                         self.send_bookmark(None).await?;
                     }
                 }
             }
-            if !faults.borrow().hold_watches {
+            if !self.is_held(&faults.borrow()) {
                 self.send_changes().await?;
             }
             self.flush().await?;
         }
+    }
+
+    /// Sends what comes before the changes, and sets the cursor. An error event ends the watch.
+    async fn begin(&mut self, start_at: StartAt) -> Result<(), Disconnected> {
+        let error = match start_at {
+            StartAt::CurrentState { announce_end, minimum } => {
+                self.wait_while(|faults, _| faults.hold_watches).await?;
+                let cached = match minimum {
+                    Some(minimum) => self.server.wait_until_cached(minimum).await,
+                    None => Ok(0),
+                };
+                match cached {
+                    Ok(_) => {
+                        self.send_current_state(announce_end).await?;
+                        None
+                    }
+                    Err(current) => {
+                        Some(StatusError::too_large_version(minimum.unwrap_or_default(), current))
+                    }
+                }
+            }
+            StartAt::Now => {
+                self.cursor = self.server.cached_version();
+                None
+            }
+            StartAt::Version => {
+                let compacted_here = self.server.compacted.load(Relaxed);
+                if self.cursor < compacted_here {
+                    Some(StatusError::expired(self.cursor, compacted_here))
+                } else {
+                    self.server.cluster.check_not_compacted(self.cursor).err()
+                }
+            }
+        };
+        if let Some(error) = error {
+            self.send_error(&error).await?;
+            return Err(Disconnected);
+        }
+        self.flush().await
+    }
+
+    /// Whether nothing is delivered. Sets [`Self::lost_at`].
+    fn is_held(&mut self, faults: &Faults) -> bool {
+        let is_dark =
+            aggregated::serves(self.kind) && faults.aggregated_path == AggregatedPath::Dark;
+        let lost_at = || Instant::now() + aggregated::LOST_AFTER;
+        self.lost_at = is_dark.then(|| self.lost_at.unwrap_or_else(lost_at));
+        is_dark || faults.hold_watches
+    }
+
+    /// Resets the stream.
+    async fn reset(&mut self) -> Result<(), Disconnected> {
+        let error = io::ErrorKind::ConnectionAborted.into();
+        self.sender.send(Err(error)).await.map_err(|_| Disconnected)
     }
 
     /// Waits while the faults and the number of changes that were sent meet a condition.

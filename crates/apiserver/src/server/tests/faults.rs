@@ -1,6 +1,8 @@
 //! Faults that depend on the clock.
 
 use super::*;
+use crate::aggregated::{self, AggregatedPath};
+use crate::kinds::WIDGETS as WIDGET;
 use http::{Method, StatusCode};
 
 const LAG: Duration = Duration::from_millis(200);
@@ -251,4 +253,61 @@ async fn writes_are_recorded_with_the_audit_id_of_their_request() {
     }
     let counts = ["w1", "w2", "w3", "w4"].map(|id| simulation.cluster.commits().count(id));
     assert_eq!(counts, [1, 0, 1, 1], "the second create is a conflict");
+}
+
+const WIDGETS: &str = "/apis/aggregated.jackstay.test/v1/namespaces/default/widgets";
+
+#[tokio::test(start_paused = true)]
+async fn path_that_is_refused_fails_the_requests_of_its_group_alone() {
+    let simulation = Simulation::new();
+    let client = simulation.connect().await;
+    assert_eq!(simulation.get(&client, WIDGETS).await.status, 200);
+    simulation.server.set_faults(|faults| faults.aggregated_path = AggregatedPath::Refused);
+    let refused = simulation.get(&client, WIDGETS).await;
+    assert_eq!((refused.status.as_u16(), &refused.body[..]), (503, aggregated::REFUSED.as_bytes()));
+    assert_eq!(refused.headers["content-type"], "text/plain; charset=utf-8");
+    assert_eq!(refused.headers["x-content-type-options"], "nosniff");
+    for path in [MAPS, "/readyz", "/apis", "/apis/aggregated.jackstay.test"] {
+        assert_eq!(simulation.get(&client, path).await.status, 200, "{path}");
+    }
+    simulation.server.set_faults(|faults| faults.aggregated_unavailable = true);
+    let unavailable = simulation.get(&client, WIDGETS).await;
+    assert_eq!(&unavailable.body[..], aggregated::UNAVAILABLE.as_bytes());
+    simulation.server.set_faults(|faults| {
+        (faults.aggregated_unavailable, faults.aggregated_path) = (false, AggregatedPath::Open);
+    });
+    assert_eq!(simulation.get(&client, WIDGETS).await.status, 200);
+}
+
+#[tokio::test(start_paused = true)]
+async fn path_that_is_dark_holds_requests_and_streams_until_it_is_open_or_lost() {
+    let simulation = Simulation::new();
+    let client = simulation.connect().await;
+    let watched = format!("{WIDGETS}?watch=1&resourceVersion={}", simulation.cluster.version());
+    let mut watch = simulation.run(client.watch(&watched)).await.unwrap();
+    let dark = |path| simulation.server.set_faults(|faults| faults.aggregated_path = path);
+    let create = |name: &str| {
+        let widget = json!({ "metadata": { "name": name } });
+        simulation.cluster.create(&WIDGET, "default", widget, false).unwrap();
+    };
+    dark(AggregatedPath::Dark);
+    create("a");
+    let opened = async {
+        tokio::time::sleep(Duration::from_secs(10)).await;
+        dark(AggregatedPath::Open);
+    };
+    let started = Instant::now();
+    let (late, ()) = simulation.run(async { tokio::join!(client.get(WIDGETS), opened) }).await;
+    assert_eq!((late.unwrap().status.as_u16(), started.elapsed()), (200, Duration::from_secs(10)));
+    let event = simulation.run(watch.next()).await.unwrap().expect("an event");
+    assert_eq!((&event["type"], started.elapsed()), (&json!("ADDED"), Duration::from_secs(10)));
+
+    dark(AggregatedPath::Dark);
+    create("b");
+    let (lost, end) =
+        simulation.run(async { tokio::join!(client.get(WIDGETS), watch.next()) }).await;
+    let lost = lost.unwrap();
+    assert_eq!((lost.status.as_u16(), &lost.body[..]), (503, aggregated::LOST.as_bytes()));
+    assert_eq!(started.elapsed(), Duration::from_secs(10) + aggregated::LOST_AFTER);
+    assert!(end.is_err(), "the stream was reset");
 }

@@ -41,6 +41,12 @@ pub enum FaultKind {
     Goaway(f64),
     /// Every request is answered with 403, `/readyz`, too, as by an apiserver that has just started.
     Forbid,
+    /// The path to the aggregated server refuses connects.
+    GroupRefused,
+    /// All packets on the path to the aggregated server are dropped.
+    GroupDark,
+    /// The apiserver answers that the aggregated server is unavailable.
+    GroupUnavailable,
     /// The apiserver is removed from the set of endpoints. It does not end.
     Remove,
     /// The nodes' upstream is replaced by a reload, so its pools end; the apiserver does not matter. It does not end.
@@ -60,6 +66,11 @@ pub enum FaultKind {
 }
 
 impl FaultKind {
+    /// Whether only requests of the aggregated group fail.
+    pub(crate) fn is_of_group(self) -> bool {
+        matches!(self, Self::GroupRefused | Self::GroupDark | Self::GroupUnavailable)
+    }
+
     /// Whether it is one of all apiservers or of jackstay, so that the number is not that of an apiserver.
     pub(crate) fn is_of_no_server(self) -> bool {
         matches!(
@@ -96,7 +107,7 @@ impl Fault {
                 | FaultKind::Goaway(_)
                 | FaultKind::Compact
                 | FaultKind::ReplaceUpstream
-        );
+        ) || self.kind.is_of_group();
         self.until.is_none() && !ends && !self.kind.is_of_no_server()
     }
 

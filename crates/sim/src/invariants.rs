@@ -1,7 +1,13 @@
 //! What a run has shown, and the promises that it is compared with.
 
+mod group;
+
 use std::fmt;
 use std::time::Duration;
+
+use crate::checker::Collection;
+
+pub use self::group::{GroupFindings, GroupPromises};
 
 /// What a run has shown.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
@@ -44,6 +50,8 @@ pub struct Findings {
     pub failed_leases: u64,
     /// Leaders that have lost their lease. No promise has a bound for it: [`Self::longest_lease`] has one.
     pub leaders_lost: u64,
+    /// What clients of the aggregated group have seen. The figures above do not count it, except for lists and watches.
+    pub group: GroupFindings,
     /// Clients that were stopped.
     pub clients_stopped: u64,
     /// Rules that hold in every scenario and were broken.
@@ -85,13 +93,17 @@ impl Findings {
         self.slowest_write = self.slowest_write.max(since);
     }
 
-    pub(crate) fn event(&mut self, after: Duration) {
+    pub(crate) fn event(&mut self, of: &Collection, after: Duration) {
         self.events += 1;
-        self.longest_silence = self.longest_silence.max(after);
+        self.event_open(of, after);
     }
 
-    pub(crate) fn event_open(&mut self, since: Duration) {
-        self.longest_silence = self.longest_silence.max(since);
+    pub(crate) fn event_open(&mut self, of: &Collection, since: Duration) {
+        if of.is_aggregated() {
+            self.group.silent(since);
+        } else {
+            self.longest_silence = self.longest_silence.max(since);
+        }
     }
 
     pub(crate) fn lease_renewed(&mut self, after: Duration) {
@@ -133,6 +145,8 @@ pub struct Promises {
     pub watches_ended: u64,
     /// Upper bound of [`Findings::longest_lease`].
     pub lease: Duration,
+    /// Those for clients of the aggregated group.
+    pub group: GroupPromises,
 }
 
 impl Default for Promises {
@@ -149,6 +163,7 @@ impl Default for Promises {
             watches_broken: u64::MAX,
             watches_ended: u64::MAX,
             lease: Duration::MAX,
+            group: GroupPromises::NONE,
         }
     }
 }
@@ -165,6 +180,9 @@ impl Promises {
         number("failed reads", found.failed_reads, self.failed_reads);
         number("failed lists", found.failed_lists, self.failed_lists);
         number("failed writes", found.failed_writes, self.failed_writes);
+        let (group, promised) = (&found.group, &self.group);
+        number("failed reads of the group", group.failed_reads, promised.failed_reads);
+        number("failed writes of the group", group.failed_writes, promised.failed_writes);
         number("lists after the first", found.relists, self.relists);
         number("broken watches", found.watches_broken, self.watches_broken);
         number("watches that ended", found.watches_ended, self.watches_ended);
@@ -177,6 +195,9 @@ impl Promises {
         time("slowest list", found.slowest_list, self.slowest_list);
         time("slowest write", found.slowest_write, self.slowest_write);
         time("silence of a watch", found.longest_silence, self.silence);
+        time("slowest read of the group", group.slowest_read, promised.slowest_read);
+        time("slowest write of the group", group.slowest_write, promised.slowest_write);
+        time("silence of a watch of the group", group.longest_silence, promised.silence);
         time("time between renewals of a lease", found.longest_lease, self.lease);
         broken
     }
@@ -203,6 +224,7 @@ impl fmt::Display for Findings {
             self.watches_broken,
             self.longest_lease,
             self.failed_leases
-        )
+        )?;
+        if self.group == GroupFindings::default() { Ok(()) } else { write!(f, ", {}", self.group) }
     }
 }

@@ -35,6 +35,12 @@ pub enum Role {
     Leaders,
     /// Clients that list a large collection again and again, by turns in pages, whole, and whole and slowly.
     Bulk,
+    /// Each reads objects of the aggregated group ten times a second.
+    GroupReaders,
+    /// Each writes objects of the aggregated group five times a second.
+    GroupWriters,
+    /// Informers of the aggregated group.
+    GroupInformers,
     /// Informers of config maps that list by watches.
     WatchLists,
     /// Informers of config maps whose watches end after three to six seconds.
@@ -277,6 +283,13 @@ impl Sim {
     /// The faults.
     pub fn faults(&self) -> &[Fault] {
         &self.faults
+    }
+
+    /// Whether clients use the aggregated group.
+    pub(crate) fn has_group(&self) -> bool {
+        let of_group =
+            |role| matches!(role, Role::GroupReaders | Role::GroupWriters | Role::GroupInformers);
+        self.roles().any(of_group)
     }
 
     /// What each client of a node does for each cluster, in the order of their numbers.

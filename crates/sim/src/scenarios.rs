@@ -2,6 +2,7 @@
 
 mod apiservers;
 mod common;
+mod groups;
 mod processes;
 mod variants;
 
@@ -9,7 +10,8 @@ use crate::scenario::Scenario;
 
 /// All scenarios.
 pub fn all() -> impl Iterator<Item = &'static Scenario> {
-    apiservers::SCENARIOS.iter().chain(processes::SCENARIOS).chain(variants::SCENARIOS)
+    let of_apiservers = apiservers::SCENARIOS.iter().chain(groups::SCENARIOS);
+    of_apiservers.chain(processes::SCENARIOS).chain(variants::SCENARIOS)
 }
 
 /// The scenario of this name.

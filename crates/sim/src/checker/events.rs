@@ -94,12 +94,14 @@ fn step(
             let seen_in = listed.map_or(position.epoch, |(_, epoch)| epoch);
             if version > history.common_version(seen_in, epoch) {
                 let lost_at = history.restores[seen_in].at;
-                findings.event_open(now.saturating_duration_since(lost_at.at));
+                let since = now.saturating_duration_since(lost_at.at);
+                findings.event_open(&observation.collection, since);
                 return None;
             }
             let changes = histories.of(epoch, observation.collection);
             if let Some(missing) = changes.at(changes.position(version)) {
-                findings.event_open(now.saturating_duration_since(missing.at));
+                let since = now.saturating_duration_since(missing.at);
+                findings.event_open(&observation.collection, since);
             }
         }
         _ => {}
@@ -133,7 +135,8 @@ fn delivered(
                 position.changes.checked_sub(1).and_then(|at| changes.at(at))
             };
             if let Some(change) = change.filter(|change| change.version == *version) {
-                findings.event(observation.ended.at.saturating_duration_since(change.at));
+                let after = observation.ended.at.saturating_duration_since(change.at);
+                findings.event(&observation.collection, after);
             }
             fault
         }

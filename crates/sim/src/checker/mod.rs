@@ -18,6 +18,7 @@
 
 mod events;
 mod floors;
+pub mod groups;
 mod history;
 mod observation;
 mod reads;

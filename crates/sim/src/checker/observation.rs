@@ -157,6 +157,13 @@ impl Collection {
     /// Secrets of the namespace `default`.
     pub const SECRETS: Self =
         Self { api: "/api/v1", resource: "secrets", kind: "Secret", namespace: "default" };
+    /// The objects of the aggregated group in the namespace `default`.
+    pub const WIDGETS: Self = Self {
+        api: "/apis/aggregated.jackstay.test/v1",
+        resource: "widgets",
+        kind: "Widget",
+        namespace: "default",
+    };
     /// The leases of kubelets.
     pub const NODE_LEASES: Self = Self {
         api: "/apis/coordination.k8s.io/v1",
@@ -166,6 +173,11 @@ impl Collection {
     };
     /// The leases of leaders.
     pub const LEADER_LEASES: Self = Self { namespace: "kube-system", ..Self::NODE_LEASES };
+
+    /// Whether an aggregated server has it.
+    pub fn is_aggregated(&self) -> bool {
+        self.api == Self::WIDGETS.api
+    }
 
     /// The path of the collection.
     pub fn path(&self) -> String {

@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use jackstay_apiserver::aggregated;
+
 use super::observer::{Observer, Stop};
 use super::transport::{Answer, Client, Failure, Outgoing};
 use crate::checker::{ClientId, Collection, Moment, Observation, Seen};
@@ -94,6 +96,16 @@ impl Peer {
             }
         } else if was_revoked && is_revoked && (200..300).contains(&status) {
             self.violation(request, "served with a token that no apiserver accepts");
+        }
+    }
+
+    /// A response of the aggregated group that has failed has the words of the apiserver.
+    pub(super) fn check_aggregated(&self, ended: &EndedRequest) {
+        let Some(Ok(Answer { status: 500.., body })) = &ended.answer else { return };
+        let words = [aggregated::UNAVAILABLE, aggregated::REFUSED, aggregated::LOST];
+        if !words.iter().any(|text| text.as_bytes() == body) {
+            let text = String::from_utf8_lossy(body);
+            self.violation(ended.request, &format!("not the words of the apiserver: {text}"));
         }
     }
 

@@ -109,14 +109,26 @@ pub async fn run(peer: Peer, plan: ReaderPlan) {
 }
 
 fn finish(peer: &Peer, read: &Read, ended: &EndedRequest, highest: &Cell<u64>) {
+    let is_aggregated = read.collection.is_aggregated();
     if ended.answer.is_none() {
-        return peer.observer.findings().read_open(ended.took());
+        let mut findings = peer.observer.findings();
+        return if is_aggregated {
+            findings.group.read_open(ended.took());
+        } else {
+            findings.read_open(ended.took());
+        };
     }
     if ended.status() == Some(401) {
         // [`Peer::call`] counts it.
         return;
     }
-    peer.observer.findings().read(ended.status() == Some(200), ended.took());
+    let (is_ok, took) = (ended.status() == Some(200), ended.took());
+    if is_aggregated {
+        peer.check_aggregated(ended);
+        peer.observer.findings().group.read(is_ok, took);
+    } else {
+        peer.observer.findings().read(is_ok, took);
+    }
     let Some(Ok(answer)) = &ended.answer else { return };
     let seen = match (&read.name, answer.status) {
         (Some(name), 404) => {

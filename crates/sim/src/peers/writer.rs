@@ -111,12 +111,19 @@ fn remember(versions: &mut Versions, name: String, version: Option<u64>) {
 
 /// Records the result of a write. Returns the version of the object, if it is known.
 fn finish(peer: &Peer, write: &Write, ended: &EndedRequest) -> Option<u64> {
-    if ended.answer.is_none() {
-        peer.observer.findings().write_open(ended.took());
-    } else if ended.status() != Some(401) {
-        // An own object may be missing or present, because an earlier write has failed. [`Peer::call`] counts 401.
-        let ok = matches!(ended.status(), Some(200 | 201 | 404 | 409));
-        peer.observer.findings().write(ok, ended.took());
+    let is_aggregated = write.collection.is_aggregated();
+    let findings = || peer.observer.findings();
+    // An own object may be missing or present, because an earlier write has failed. [`Peer::call`] counts 401.
+    let ok = matches!(ended.status(), Some(200 | 201 | 404 | 409));
+    match (&ended.answer, ended.status()) {
+        (None, _) if is_aggregated => findings().group.write_open(ended.took()),
+        (None, _) => findings().write_open(ended.took()),
+        (_, Some(401)) => {}
+        _ if is_aggregated => {
+            peer.check_aggregated(ended);
+            findings().group.write(ok, ended.took());
+        }
+        _ => findings().write(ok, ended.took()),
     }
     let outcome = outcome(ended);
     let seen = Seen::Write {

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::common::{BOOKMARKS, MS, READS, SECOND, clients, start};
 use crate::faults::FaultKind;
-use crate::invariants::Promises;
+use crate::invariants::{GroupPromises, Promises};
 use crate::scenario::{Role, Scenario, Sim};
 
 /// The scenarios.
@@ -267,6 +267,7 @@ pub(super) const SCENARIOS: &[Scenario] = &[
             watches_broken: 0,
             watches_ended: u64::MAX,
             lease: Duration::from_secs(40),
+            group: GroupPromises::NONE,
         },
     },
     Scenario {

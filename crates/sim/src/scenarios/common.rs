@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::invariants::Promises;
+use crate::invariants::{GroupPromises, Promises};
 use crate::scenario::{Role, Sim};
 
 pub(super) const MS: Duration = Duration::from_millis(1);
@@ -46,4 +46,5 @@ pub(super) const READS: Promises = Promises {
     watches_broken: 0,
     watches_ended: u64::MAX,
     lease: Duration::from_secs(20),
+    group: GroupPromises::NONE,
 };

@@ -13,6 +13,7 @@ pub mod testbed;
 
 mod degraded;
 mod followed_logs;
+mod groups;
 mod heartbeats;
 mod held_watches;
 mod limits;
@@ -196,6 +197,24 @@ pub const ALL: &[Script] = &[
         about: "a heartbeat ends when its apiserver becomes unhealthy",
         servers: 1,
         steps: |testbed| Box::pin(heartbeats::later(testbed)),
+    },
+    Script {
+        name: "group-one-refuses",
+        about: "the aggregated group is served while one apiserver cannot connect to its server",
+        servers: 3,
+        steps: |testbed| Box::pin(groups::one_refuses(testbed)),
+    },
+    Script {
+        name: "group-one-dark",
+        about: "the aggregated group is served while the path of one apiserver to its server is dark",
+        servers: 3,
+        steps: |testbed| Box::pin(groups::one_dark(testbed)),
+    },
+    Script {
+        name: "group-all-fail",
+        about: "an aggregated group that fails everywhere costs hardly more requests",
+        servers: 3,
+        steps: |testbed| Box::pin(groups::all_fail(testbed)),
     },
     Script {
         name: "limit-connections",

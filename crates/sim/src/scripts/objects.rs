@@ -14,3 +14,15 @@ pub fn config_map(name: &str, value: &str) -> Value {
         "data": { "v": value },
     })
 }
+
+/// The objects of the aggregated group in the namespace `default`.
+pub const WIDGETS: &str = "/apis/aggregated.jackstay.test/v1/namespaces/default/widgets";
+
+/// An object of the aggregated group.
+pub fn widget(name: &str) -> Value {
+    json!({
+        "apiVersion": "aggregated.jackstay.test/v1",
+        "kind": "Widget",
+        "metadata": { "name": name, "namespace": "default" },
+    })
+}

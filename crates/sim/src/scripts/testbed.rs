@@ -10,6 +10,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use jackstay::observe::events::{Event, EventKind};
 use jackstay::upstream::Upstream;
+use jackstay::upstream::group_failures::FailingGroupStatus;
 use jackstay_apiserver::audit::Record;
 use jackstay_apiserver::cluster::Cluster;
 use jackstay_apiserver::identity::User;
@@ -24,7 +25,7 @@ use rustls::ClientConfig;
 use rustls::pki_types::ServerName;
 use tokio::time::sleep;
 
-use super::objects::{CONFIG_MAPS, config_map};
+use super::objects::{CONFIG_MAPS, config_map, widget};
 use crate::faults::{Fault, FaultKind};
 use crate::net::sockets::SocketNetwork;
 use crate::net::{HostId, ProcessId, SocketOptions};
@@ -247,6 +248,12 @@ impl Testbed {
         created.expect("a new name").version
     }
 
+    /// Creates an object of the aggregated group without a request. Returns its version.
+    pub fn create_widget(&self, name: &str) -> u64 {
+        let created = self.cluster().create(&kinds::WIDGETS, "default", widget(name), false);
+        created.expect("a new name").version
+    }
+
     /// A watch of the config maps from the present version.
     pub fn watch_path(&self) -> String {
         format!("{CONFIG_MAPS}?watch=1&resourceVersion={}", self.cluster().version())
@@ -348,6 +355,11 @@ impl Proxy {
         let lines = metrics.lines().filter(|line| line.starts_with(name));
         let values = lines.filter_map(|line| line.rsplit_once(' ')?.1.parse::<f64>().ok());
         values.map(|value| value as u64).sum()
+    }
+
+    /// The API groups that fail at an endpoint.
+    pub fn failing_groups(&self) -> Vec<FailingGroupStatus> {
+        self.upstream().group_failures.list()
     }
 
     /// The number of watches that continued elsewhere for this reason.

@@ -12,6 +12,7 @@
 //! [`crate::scripts::script::run`] a script.
 
 pub mod certificates;
+mod group_traffic;
 pub mod kernel;
 pub mod panics;
 pub mod process;

@@ -4,6 +4,7 @@ use std::io;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
+use jackstay_apiserver::aggregated::AggregatedPath;
 use jackstay_apiserver::cluster::Cluster;
 use jackstay_apiserver::{ApiServer, Options};
 use jackstay_sys::sockets::stream::TcpListener;
@@ -109,6 +110,13 @@ impl Apiserver {
                     let time = if begins { time } else { SERVICE_TIME };
                     faults.service_time = Some(time..=2 * time);
                 }
+                FaultKind::GroupRefused => {
+                    faults.aggregated_path = path(begins, AggregatedPath::Refused);
+                }
+                FaultKind::GroupDark => {
+                    faults.aggregated_path = path(begins, AggregatedPath::Dark);
+                }
+                FaultKind::GroupUnavailable => faults.aggregated_unavailable = begins,
                 FaultKind::Overload => faults.max_in_flight = begins.then_some(0),
                 FaultKind::Lag(lag) => {
                     faults.cache_lag = Some(if begins { lag } else { CACHE_LAG });
@@ -152,6 +160,11 @@ impl Apiserver {
         (self.is_running, self.is_dead) = (true, false);
         Ok(())
     }
+}
+
+/// The path to the aggregated server when a fault begins or ends.
+fn path(begins: bool, fault: AggregatedPath) -> AggregatedPath {
+    if begins { fault } else { AggregatedPath::Open }
 }
 
 /// Starts the process of a server.

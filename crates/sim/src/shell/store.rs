@@ -15,12 +15,17 @@ use crate::peers::objects;
 pub const PODS: u32 = 20;
 /// Config maps in the store that every client may write.
 pub const CONFIG_MAPS: u32 = 20;
+/// Objects of the aggregated group that every client may write.
+pub const WIDGETS: u32 = 20;
 /// Secrets that bulk readers list.
 const SECRETS: u32 = 1_000;
 /// Bytes of a secret in base64, which with its metadata has 1.5 KB.
 const SECRET_PAYLOAD: usize = 1_200;
 /// The first token of the secrets, which are below those of the other objects.
 const SECRET_TOKENS: u64 = u64::MAX - (1 << 20);
+
+/// The first token of the objects of the aggregated group.
+const WIDGET_TOKENS: u64 = u64::MAX - (1 << 19);
 
 /// A store with the objects that clients read and write, after so many other writes. Its watches get a bookmark at this
 /// interval.
@@ -74,6 +79,20 @@ pub fn add_secrets(cluster: &Cluster) -> io::Result<()> {
         let mut object = objects::object(&collection, &format!("o{number}"), token);
         object["data"] = json!({ "payload": payload });
         let created = cluster.create(&kinds::SECRETS, collection.namespace, object, false);
+        created.map_err(|error| io::Error::other(error.message))?;
+    }
+    Ok(())
+}
+
+/// Adds the objects of the aggregated group.
+///
+/// # Errors
+/// An object is not accepted.
+pub fn add_widgets(cluster: &Cluster) -> io::Result<()> {
+    for number in 0..WIDGETS {
+        let (collection, token) = (Collection::WIDGETS, WIDGET_TOKENS + u64::from(number));
+        let object = objects::object(&collection, &format!("o{number}"), token);
+        let created = cluster.create(&kinds::WIDGETS, collection.namespace, object, false);
         created.map_err(|error| io::Error::other(error.message))?;
     }
     Ok(())

@@ -17,6 +17,7 @@ use crate::checker;
 use crate::faults::{Fault, FaultKind};
 use crate::invariants::Findings;
 use crate::peers::Record;
+use crate::shell::group_traffic::group_traffic;
 use crate::shell::kernel::START;
 use crate::shell::program::server_of;
 use crate::shell::traffic::Sources;
@@ -92,6 +93,10 @@ impl World {
         let mut records: Vec<_> = records.collect();
         // Stable, so that those of one cluster keep their order.
         records.sort_by_key(|record| record.time);
+        let servers = self.servers.len();
+        if let Some(group) = group_traffic(&records, faults, (servers, UNIX_EPOCH + START)) {
+            group.check(findings);
+        }
         for (number, node) in self.nodes.iter().enumerate() {
             node.check((number, self.servers.len()), &streams[number], faults, findings);
             let sources = Sources {

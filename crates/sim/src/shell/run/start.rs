@@ -120,6 +120,9 @@ async fn run_client(peer: Peer, role: Role) {
             };
             peers::writer::run(peer, plan).await;
         }
+        Role::GroupReaders | Role::GroupWriters | Role::GroupInformers => {
+            run_group_client(peer, role).await;
+        }
         Role::Informers if number.is_multiple_of(4) => {
             peers::informer::run(peer, Collection::PODS).await;
         }
@@ -145,5 +148,22 @@ async fn run_client(peer: Peer, role: Role) {
         Role::Hostile => {
             peers::hostile::run(peer, Collection::PODS, store::PODS).await;
         }
+    }
+}
+
+/// What a client of the aggregated group does.
+async fn run_group_client(peer: Peer, role: Role) {
+    let (collection, objects) = (Collection::WIDGETS, store::WIDGETS);
+    match role {
+        Role::GroupReaders => {
+            let interval = Duration::from_millis(100);
+            let plan = ReaderPlan { collection, objects, interval, names_versions: false };
+            peers::reader::run(peer, plan).await;
+        }
+        Role::GroupWriters => {
+            let interval = Duration::from_millis(200);
+            peers::writer::run(peer, WriterPlan { collection, objects, interval }).await;
+        }
+        _ => peers::informer::run(peer, collection).await,
     }
 }

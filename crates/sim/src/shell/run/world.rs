@@ -83,6 +83,9 @@ impl World {
             if sim.roles().any(|role| role == Role::Bulk) {
                 store::add_secrets(&store)?;
             }
+            if sim.has_group() {
+                store::add_widgets(&store)?;
+            }
             for host in apiservers {
                 let options = (sim.max_streams as u32, sim.is_compressed);
                 let host = host as HostId;

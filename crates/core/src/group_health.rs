@@ -218,6 +218,17 @@ struct Group {
     unavailable: Option<(Instant, Instant)>,
 }
 
+/// What shows that a group fails at an endpoint.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Evidence {
+    /// A request was not answered: a suspicion.
+    Suspicion,
+    /// The apiserver has said so.
+    Answer,
+    /// The probe was not answered either.
+    Silence,
+}
+
 /// A group that fails at an endpoint, or did so recently.
 #[derive(Debug)]
 struct AtEndpoint {
@@ -225,9 +236,7 @@ struct AtEndpoint {
     since: Instant,
     last_failure: Instant,
     reason: Box<str>,
-    is_silent: bool,
-    /// It fails; before that it is suspected.
-    is_confirmed: bool,
+    evidence: Evidence,
     /// It has failed a short time before.
     is_resumed: bool,
     failures: u64,
@@ -240,12 +249,29 @@ struct AtEndpoint {
 }
 
 impl AtEndpoint {
+    /// Nothing has failed yet.
+    fn new(endpoint: EndpointKey, now: Instant) -> Self {
+        Self {
+            endpoint,
+            since: now,
+            last_failure: now,
+            reason: "".into(),
+            evidence: Evidence::Suspicion,
+            is_resumed: false,
+            failures: 0,
+            pause: Backoff::new(FIRST_PAUSE, LONGEST_PAUSE),
+            due: now,
+            is_probed: false,
+            works_until: Some(now),
+        }
+    }
+
     fn fails(&self) -> bool {
         self.works_until.is_none()
     }
 
     fn is_known_to_fail(&self) -> bool {
-        self.fails() && self.is_confirmed
+        self.fails() && self.evidence != Evidence::Suspicion
     }
 
     fn is_due(&self, now: Instant) -> bool {
@@ -280,7 +306,7 @@ impl GroupHealth {
     /// Whether the group is known to fail at this endpoint. `Some(true)` if streams of the group may have lost their path, too.
     pub fn fails_at(&self, group: &str, endpoint: EndpointKey) -> Option<bool> {
         let one = self.0.get(group)?.endpoints.iter().find(|one| one.endpoint == endpoint)?;
-        one.is_known_to_fail().then_some(one.is_silent)
+        one.is_known_to_fail().then_some(one.evidence == Evidence::Silence)
     }
 
     /// A safe request of the group was sent to this endpoint. Returns whether it is the probe, whose end the caller reports:
@@ -314,41 +340,30 @@ impl GroupHealth {
             return None;
         }
         let endpoints = &mut self.0.entry(group.into()).or_default().endpoints;
-        let one = match endpoints.iter_mut().position(|one| one.endpoint == endpoint) {
-            Some(at) => &mut endpoints[at],
-            None => {
-                endpoints.push(AtEndpoint {
-                    endpoint,
-                    since: now,
-                    last_failure: now,
-                    reason: "".into(),
-                    is_silent,
-                    is_confirmed: false,
-                    is_resumed: false,
-                    failures: 0,
-                    pause: Backoff::new(FIRST_PAUSE, LONGEST_PAUSE),
-                    due: now,
-                    is_probed: false,
-                    works_until: Some(now),
-                });
-                endpoints.last_mut().expect("one was pushed")
-            }
-        };
-        let worked_until = one.works_until.take();
-        let begins = worked_until.is_some();
+        let position = endpoints.iter().position(|one| one.endpoint == endpoint);
+        let at = position.unwrap_or(endpoints.len());
+        if position.is_none() {
+            endpoints.push(AtEndpoint::new(endpoint, now));
+        }
+        let one = &mut endpoints[at];
+        let begins = one.works_until.take().is_some();
         if begins {
-            (one.since, one.failures, one.is_confirmed) = (now, 0, false);
+            (one.since, one.failures, one.evidence) = (now, 0, Evidence::Suspicion);
             one.is_resumed = one.pause.failures() > 0;
         }
-        let was_confirmed = one.is_confirmed;
-        one.is_confirmed |= !is_silent || is_probe;
+        let was_known = one.is_known_to_fail();
+        one.evidence = match is_silent {
+            false => Evidence::Answer,
+            true if is_probe || was_known => Evidence::Silence,
+            true => Evidence::Suspicion,
+        };
         if begins || is_probe || one.is_due(now) {
             one.due = now + one.pause.failed();
             one.is_probed = false;
         }
         one.failures += 1;
-        (one.last_failure, one.is_silent, one.reason) = (now, is_silent, reason.into());
-        Some(match (one.is_confirmed && !was_confirmed, one.is_resumed) {
+        (one.last_failure, one.reason) = (now, reason.into());
+        Some(match (one.is_known_to_fail() && !was_known, one.is_resumed) {
             (false, _) => GroupNews::None,
             (true, false) => GroupNews::Fails,
             (true, true) => GroupNews::FailsAgain,
@@ -382,7 +397,7 @@ impl GroupHealth {
         }
         let Some(one) = self.at(group, endpoint) else { return false };
         let ends = one.fails() && (is_probe || sent_at > one.last_failure);
-        let is_reported = ends && one.is_confirmed;
+        let is_reported = ends && one.is_known_to_fail();
         if ends {
             one.works_until = Some(now + 2 * one.pause.pause());
             one.is_probed = false;
@@ -445,19 +460,19 @@ impl GroupHealth {
 
     /// The groups that fail, in alphabetical order.
     pub fn failing(&self) -> Vec<FailingGroup> {
-        let of_group = |(group, health): (&Box<str>, &Group)| {
+        let mut list = Vec::new();
+        for (group, health) in &self.0 {
             let failing = health.endpoints.iter().filter(|one| one.is_known_to_fail());
-            let list = failing.map(|one| FailingGroup {
+            list.extend(failing.map(|one| FailingGroup {
                 group: group.clone(),
                 endpoint: one.endpoint,
                 since: one.since,
                 reason: one.reason.clone(),
                 failures: one.failures,
                 probe_at: one.due,
-            });
-            list.collect::<Vec<_>>()
-        };
-        self.0.iter().flat_map(of_group).collect()
+            }));
+        }
+        list
     }
 
     fn at(&mut self, group: &str, endpoint: EndpointKey) -> Option<&mut AtEndpoint> {

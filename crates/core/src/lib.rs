@@ -31,6 +31,7 @@
 #![cfg_attr(not(test), warn(clippy::disallowed_methods, clippy::too_many_lines))]
 
 pub mod admission;
+pub mod backends;
 pub mod backoff;
 pub mod balance;
 pub mod canary;

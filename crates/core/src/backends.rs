@@ -1,0 +1,347 @@
+//! The apiservers behind one address: a load balancer, a virtual IP address, or a name that leads to one.
+//!
+//! A connection to such an address reaches one of them, its *backend*. jackstay opens a few connections (a *survey*), reads
+//! who has answered, and then treats each backend as an endpoint of its own: its connections are those that have reached it.
+//!
+//! # Which backend a connection has reached
+//!
+//! | feature | differs between backends if | needs |
+//! |---|---|---|
+//! | serving certificate | each apiserver has its own, as with kubeadm | nothing |
+//! | `serverAddressByClientCIDRs` of `/api` | each advertises its own address: `--external-hostname` is not set (`k8s.io/apiserver/pkg/endpoints/discovery/legacy.go`) | a credential |
+//!
+//! The certificate is preferred, because it also distinguishes connections without a credential. TLS sessions and audit IDs
+//! name no process. Backends that differ in neither are one endpoint, as without this module.
+//!
+//! A name that both have had is that of one apiserver: a renewed certificate makes another backend of the same name.
+//!
+//! # Which backends are endpoints
+//!
+//! A backend is *present* if the last survey has found it.
+//!
+//! | situation | change |
+//! |---|---|
+//! | fewer than two backends are present, and none is an endpoint | none: the address is one endpoint |
+//! | each connection shows something else | no backend is an endpoint any more |
+//! | fewer than [`WANTED`] backends are endpoints, another one is present | that one becomes an endpoint |
+//! | fewer than [`WANTED`] of the endpoints serve, one has failed for [`REPLACE_AFTER`], there are fewer than [`MOST`], and another backend is present | that one becomes an endpoint |
+//! | the same, none is present | a survey |
+//! | an endpoint has failed for [`REMOVE_AFTER`], and [`WANTED`] others serve or a later survey has not found it | it is no endpoint any more |
+//! | an endpoint has failed, and a backend of its name is present that is another one | the same |
+//! | more than [`WANTED`] have served for [`SURPLUS_AFTER`] | the one that was added last is no endpoint any more |
+//!
+//! So a node has connections to two backends, and to a third one only while one of them fails.
+
+use std::time::{Duration, Instant};
+
+/// Number of backends that are endpoints.
+pub const WANTED: usize = 2;
+/// Maximum number of backends that are endpoints at a time.
+pub const MOST: usize = 3;
+/// How long a backend has failed before another one is looked for.
+pub const REPLACE_AFTER: Duration = Duration::from_secs(1);
+/// How long a backend has failed before it is given up for another one.
+pub const REMOVE_AFTER: Duration = Duration::from_secs(10);
+/// How long more backends than are wanted have served before one is given up.
+pub const SURPLUS_AFTER: Duration = Duration::from_secs(60);
+/// Connections of one survey. With three backends at random, all of them but one in a hundred surveys find a second one.
+pub const SURVEY: usize = 6;
+/// Connects to one backend in a row that may reach others. Of three at random, one in six hundred is not reached.
+pub const MAX_TRIES: usize = 16;
+/// How long a backend counts that no survey has found.
+const MEMORY: Duration = Duration::from_secs(3600);
+/// Number of backends that are remembered. An address with more is one at which each connection shows something else.
+const MAX_BACKENDS: usize = 16;
+
+/// What a connection has shown of its backend.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ObservedBackend {
+    /// A hash of the serving certificate.
+    pub certificate: u64,
+    /// The address that the apiserver advertises in `/api`; `None` if it was not read.
+    pub address: Option<Box<str>>,
+}
+
+/// The feature by which a backend is recognised.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub enum BackendId {
+    /// The hash of its serving certificate.
+    Certificate(u64),
+    /// The address that it advertises.
+    Address(Box<str>),
+}
+
+impl BackendId {
+    /// Whether a connection that has shown this has reached the backend; `None` if that is not known.
+    pub fn is(&self, observed: &ObservedBackend) -> Option<bool> {
+        match self {
+            Self::Certificate(certificate) => Some(*certificate == observed.certificate),
+            Self::Address(address) => Some(*address == *observed.address.as_ref()?),
+        }
+    }
+}
+
+/// A backend of an address.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Backend {
+    /// How it is recognised.
+    pub id: BackendId,
+    /// Its name for people: the address that it advertises, or a part of the hash.
+    pub name: Box<str>,
+}
+
+/// The backends of one address that surveys have found.
+#[derive(Debug, Default)]
+pub struct KnownBackends {
+    /// What was observed, and when last.
+    observed: Vec<(ObservedBackend, Instant)>,
+    /// When the last survey has begun.
+    surveyed_at: Option<Instant>,
+}
+
+/// What the backends of an address are, for status and log.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// No connection was observed yet.
+    Unknown,
+    /// All connections have reached one apiserver, or some that cannot be told apart.
+    One,
+    /// They have reached this number of apiservers.
+    Several(usize),
+    /// Each connection shows something else, so that backends cannot be recognised.
+    Unreliable,
+}
+
+impl KnownBackends {
+    /// A survey begins.
+    pub fn begin_survey(&mut self, now: Instant) {
+        self.observed.retain(|(_, last)| now < *last + MEMORY);
+        self.surveyed_at = Some(now);
+    }
+
+    /// A connection of the survey has shown this.
+    pub fn observe(&mut self, observed: ObservedBackend, now: Instant) {
+        // One that has not answered shows less of the same backend.
+        let is_same = |known: &ObservedBackend| {
+            known.certificate == observed.certificate
+                && (known.address == observed.address || known.address.is_none())
+        };
+        if let Some(known) = self.observed.iter_mut().find(|(known, _)| is_same(known)) {
+            *known = (observed, now);
+            return;
+        }
+        if self.observed.len() == MAX_BACKENDS {
+            let oldest = (0..MAX_BACKENDS).min_by_key(|index| self.observed[*index].1);
+            self.observed.swap_remove(oldest.unwrap_or_default());
+        }
+        self.observed.push((observed, now));
+    }
+
+    /// What the backends are, by the last survey.
+    pub fn kind(&self) -> Kind {
+        match self.present().len() {
+            _ if self.is_unreliable() => Kind::Unreliable,
+            0 => Kind::Unknown,
+            1 => Kind::One,
+            several => Kind::Several(several),
+        }
+    }
+
+    /// The backends that the last survey has found, in the order in which they were found. One, if they cannot be told apart.
+    pub fn present(&self) -> Vec<Backend> {
+        let present = || {
+            let since = self.surveyed_at;
+            let found =
+                self.observed.iter().filter(move |(_, at)| since.is_some_and(|since| *at >= since));
+            found.map(|(observed, _)| observed)
+        };
+        let certificates = distinct(present().map(|one| Some(one.certificate)));
+        let addresses = distinct(present().map(|one| one.address.as_deref()));
+        let mut backends: Vec<Backend> = Vec::new();
+        for observed in present() {
+            let address = observed.address.as_deref();
+            let id = if certificates >= addresses {
+                BackendId::Certificate(observed.certificate)
+            } else if let Some(address) = address {
+                BackendId::Address(address.into())
+            } else {
+                continue;
+            };
+            // One address for all names none.
+            let hash = || format!("certificate-{:08x}", observed.certificate >> 32);
+            let name =
+                address.filter(|_| addresses >= certificates).map_or_else(hash, str::to_owned);
+            match backends.iter_mut().find(|backend| backend.id == id) {
+                Some(known) if address.is_some() => known.name = name.into(),
+                Some(_) => {}
+                None => backends.push(Backend { id, name: name.into() }),
+            }
+        }
+        backends
+    }
+
+    fn is_unreliable(&self) -> bool {
+        self.observed.len() == MAX_BACKENDS
+    }
+
+    /// Whether a survey that has begun after this time has not found the backend.
+    fn is_gone(&self, backend: &Backend, since: Instant) -> bool {
+        self.surveyed_at.is_some_and(|at| at > since)
+            && !self.present().iter().any(|present| present.id == backend.id)
+    }
+}
+
+/// Number of different values.
+fn distinct<T: Ord>(values: impl Iterator<Item = Option<T>>) -> usize {
+    let mut values: Vec<_> = values.flatten().collect();
+    values.sort_unstable();
+    values.dedup();
+    values.len()
+}
+
+/// A backend that is an endpoint.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Member {
+    /// The backend.
+    pub backend: Backend,
+    /// Whether its endpoint serves.
+    pub condition: MemberCondition,
+}
+
+/// Whether the endpoint of a backend serves, and since when.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MemberCondition {
+    /// It is ready.
+    Serves(Instant),
+    /// It is not.
+    Fails(Instant),
+}
+
+impl Member {
+    fn serves(&self) -> bool {
+        matches!(self.condition, MemberCondition::Serves(_))
+    }
+
+    fn serves_for(&self, least: Duration, now: Instant) -> bool {
+        matches!(self.condition, MemberCondition::Serves(since) if now >= since + least)
+    }
+
+    /// Since when it fails, if it has for this time.
+    fn failed_for(&self, least: Duration, now: Instant) -> Option<Instant> {
+        match self.condition {
+            MemberCondition::Fails(since) if now >= since + least => Some(since),
+            _ => None,
+        }
+    }
+}
+
+/// A change of the endpoints of an address.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum MemberChange {
+    /// The backend becomes an endpoint.
+    Add(Backend),
+    /// Another backend is looked for.
+    Survey,
+    /// The backend is no endpoint any more.
+    Remove(Backend),
+}
+
+/// The next change, by the table of the module; `None` if there is none. `members`: in the order in which they were added.
+pub fn next_change(
+    known: &KnownBackends,
+    members: &[Member],
+    now: Instant,
+) -> Option<MemberChange> {
+    let remove = |member: &Member| Some(MemberChange::Remove(member.backend.clone()));
+    if known.is_unreliable() {
+        return members.first().and_then(remove);
+    }
+    let present = known.present();
+    if present.len() < 2 && members.is_empty() {
+        return None;
+    }
+    let serving = members.iter().filter(|member| member.serves()).count();
+    let is_replaced = |member: &&Member| {
+        let is_successor =
+            |other: &&Backend| other.name == member.backend.name && other.id != member.backend.id;
+        !member.serves() && present.iter().any(|other| is_successor(&other))
+    };
+    let is_given_up = |member: &&Member| {
+        let failed = member.failed_for(REMOVE_AFTER, now);
+        failed.is_some_and(|since| serving >= WANTED || known.is_gone(&member.backend, since))
+    };
+    if let Some(old) = members.iter().find(|member| is_replaced(member) || is_given_up(member)) {
+        return remove(old);
+    }
+    let is_missing = members.len() < WANTED
+        || serving < WANTED
+            && members.len() < MOST
+            && members.iter().any(|member| member.failed_for(REPLACE_AFTER, now).is_some());
+    if is_missing {
+        let is_member = |backend: &&Backend| {
+            members.iter().any(|member| {
+                member.backend.id == backend.id || member.backend.name == backend.name
+            })
+        };
+        let other = present.iter().find(|backend| !is_member(backend));
+        return Some(other.map_or(MemberChange::Survey, |other| MemberChange::Add(other.clone())));
+    }
+    let is_surplus = members.len() > WANTED
+        && members.iter().all(|member| member.serves_for(SURPLUS_AFTER, now));
+    if is_surplus {
+        return members.last().and_then(remove);
+    }
+    // A backend that fails and may be gone is looked for.
+    let fails = members.iter().any(|member| member.failed_for(REMOVE_AFTER, now).is_some());
+    fails.then_some(MemberChange::Survey)
+}
+
+/// The connects to an address that may reach others than the wanted backend: a burst, and then one in an interval. A backend that
+/// is gone would otherwise cost [`MAX_TRIES`] TLS handshakes with each attempt, of each class and node.
+#[derive(Debug)]
+pub struct SearchBudget {
+    full_at: Option<Instant>,
+}
+
+/// Connects that may follow each other at once.
+const SEARCH_BURST: u32 = 24;
+/// Interval of further ones.
+const SEARCH_INTERVAL: Duration = Duration::from_secs(1);
+
+impl SearchBudget {
+    /// A full budget.
+    pub const fn new() -> Self {
+        Self { full_at: None }
+    }
+
+    /// Takes a connect. Returns false if none is left.
+    pub fn take(&mut self, now: Instant) -> bool {
+        let full_at = self.full_at.map_or(now, |at| at.max(now)) + SEARCH_INTERVAL;
+        let is_left = full_at <= now + SEARCH_INTERVAL * SEARCH_BURST;
+        if is_left {
+            self.full_at = Some(full_at);
+        }
+        is_left
+    }
+}
+
+impl Default for SearchBudget {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// The address in the body of `/api`, at which the apiserver says that it is reached.
+pub fn advertised_address(body: &[u8]) -> Option<Box<str>> {
+    let versions: serde_json::Value = serde_json::from_slice(body).ok()?;
+    let address = versions["serverAddressByClientCIDRs"][0]["serverAddress"].as_str()?;
+    let is_valid = |byte: u8| byte.is_ascii_alphanumeric() || b".:-_[]%".contains(&byte);
+    (1..=MAX_ADDRESS).contains(&address.len()).then_some(())?;
+    address.bytes().all(is_valid).then(|| address.into())
+}
+
+/// Maximum length of an address, in bytes: a DNS name and a port.
+const MAX_ADDRESS: usize = 260;
+
+#[cfg(test)]
+mod tests;

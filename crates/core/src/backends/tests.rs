@@ -1,0 +1,199 @@
+use super::*;
+
+const SECOND: Duration = Duration::from_secs(1);
+
+fn observed(certificate: u64, address: &str) -> ObservedBackend {
+    let address = (!address.is_empty()).then(|| address.into());
+    ObservedBackend { certificate, address }
+}
+
+fn known(shown: &[(u64, &str)], now: Instant) -> KnownBackends {
+    let mut known = KnownBackends::default();
+    known.begin_survey(now);
+    for (certificate, address) in shown {
+        known.observe(observed(*certificate, address), now);
+    }
+    known
+}
+
+#[test]
+fn backends_are_told_apart_by_what_differs() {
+    let now = Instant::now();
+    let (certificate, address) =
+        (BackendId::Certificate, |text: &str| BackendId::Address(text.into()));
+    for (shown, kind, ids) in [
+        (&[][..], Kind::Unknown, vec![]),
+        (&[(1, "a")], Kind::One, vec![certificate(1)]),
+        (&[(1, "a"), (1, "a"), (1, "a")], Kind::One, vec![certificate(1)]),
+        (&[(1, "a"), (2, "b")], Kind::Several(2), vec![certificate(1), certificate(2)]),
+        // One certificate for all.
+        (&[(1, "a"), (1, "b"), (1, "a")], Kind::Several(2), vec![address("a"), address("b")]),
+        // One address for all.
+        (&[(1, "lb"), (2, "lb")], Kind::Several(2), vec![certificate(1), certificate(2)]),
+        // Two apiservers of three share a certificate.
+        (
+            &[(1, "a"), (1, "b"), (2, "c")],
+            Kind::Several(3),
+            vec![address("a"), address("b"), address("c")],
+        ),
+        // Some connections have no credential.
+        (&[(1, ""), (2, "")], Kind::Several(2), vec![certificate(1), certificate(2)]),
+        (&[(1, ""), (1, "a")], Kind::One, vec![certificate(1)]),
+        (&[(1, ""), (1, "a"), (1, "b")], Kind::Several(2), vec![address("a"), address("b")]),
+    ] {
+        let known = known(shown, now);
+        assert_eq!(known.kind(), kind, "{shown:?}");
+        let found: Vec<_> = known.present().into_iter().map(|backend| backend.id).collect();
+        assert_eq!(found, ids, "{shown:?}");
+    }
+    // An address that several certificates share names none.
+    for (shown, expected) in [
+        (
+            &[(1 << 32, ""), (1 << 32, "10.0.0.1:6443"), (2 << 32, "10.0.0.2:6443")][..],
+            ["10.0.0.1:6443", "10.0.0.2:6443"],
+        ),
+        (&[(1 << 32, "lb"), (2 << 32, "lb")], ["certificate-00000001", "certificate-00000002"]),
+    ] {
+        let names = known(shown, now).present();
+        let names: Vec<_> = names.iter().map(|backend| &*backend.name).collect();
+        assert_eq!(names, expected);
+    }
+}
+
+#[test]
+fn connection_is_of_a_backend_by_its_feature() {
+    let address = BackendId::Address("a".into());
+    assert_eq!(address.is(&observed(1, "a")), Some(true));
+    assert_eq!(address.is(&observed(1, "b")), Some(false));
+    assert_eq!(address.is(&observed(1, "")), None);
+    assert_eq!(BackendId::Certificate(1).is(&observed(1, "b")), Some(true));
+    assert_eq!(BackendId::Certificate(1).is(&observed(2, "")), Some(false));
+}
+
+#[test]
+fn certificates_that_differ_on_each_connection_mean_nothing() {
+    let now = Instant::now();
+    let mut known = KnownBackends::default();
+    known.begin_survey(now);
+    let member = |number: u64| Member {
+        backend: Backend { id: BackendId::Certificate(number), name: "a".into() },
+        condition: MemberCondition::Serves(now),
+    };
+    for certificate in 0..1_000 {
+        known.observe(observed(certificate, "a"), now);
+    }
+    assert_eq!(known.kind(), Kind::Unreliable);
+    assert!(known.observed.len() <= MAX_BACKENDS);
+    assert_eq!(next_change(&known, &[], now), None);
+    let removed = next_change(&known, &[member(1)], now);
+    assert_eq!(removed, Some(MemberChange::Remove(member(1).backend)), "no endpoint stays");
+    known.begin_survey(now + MEMORY);
+    known.observe(observed(1, "a"), now + MEMORY);
+    assert_eq!(known.kind(), Kind::One, "an hour later");
+}
+
+#[test]
+fn only_the_last_survey_counts() {
+    let start = Instant::now();
+    let mut known = known(&[(1, "a")], start);
+    // A virtual IP address has moved.
+    known.begin_survey(start + SECOND);
+    known.observe(observed(2, "b"), start + SECOND);
+    assert_eq!(known.kind(), Kind::One);
+    assert_eq!(next_change(&known, &[], start + SECOND), None);
+}
+
+#[test]
+fn members_follow_the_table() {
+    let start = Instant::now();
+    let now = start + 100 * SECOND;
+    let three = known(&[(1, "a"), (2, "b"), (3, "c")], now);
+    let two = known(&[(1, "a"), (2, "b")], now);
+    let one = known(&[(1, "a")], now);
+    let old = known(&[(1, "a"), (2, "b"), (3, "c")], start);
+    let backend = |number: usize| three.present()[number].clone();
+    // Serves or fails for this number of seconds.
+    let member = |(number, seconds): &(usize, i32)| {
+        let since = now.checked_sub(seconds.unsigned_abs() * SECOND).unwrap();
+        let condition = if *seconds > 0 {
+            MemberCondition::Serves(since)
+        } else {
+            MemberCondition::Fails(since)
+        };
+        Member { backend: backend(*number), condition }
+    };
+    let add = |number| Some(MemberChange::Add(backend(number)));
+    let remove = |number| Some(MemberChange::Remove(backend(number)));
+    let survey = Some(MemberChange::Survey);
+    for (known, members, expected) in [
+        (&one, &[][..], None),
+        (&two, &[], add(0)),
+        (&two, &[(0, 5)], add(1)),
+        (&three, &[(0, 5), (1, 5)], None),
+        // One fails.
+        (&three, &[(0, 5), (1, 0)], None),
+        (&three, &[(0, 5), (1, -1)], add(2)),
+        (&two, &[(0, 5), (1, -1)], survey.clone()),
+        (&three, &[(0, 5), (1, -9), (2, 5)], None),
+        (&three, &[(0, 5), (1, -10), (2, 5)], remove(1)),
+        // All fail, and the last survey has found them, or was before that.
+        (&old, &[(0, -20), (1, -20), (2, -20)], survey.clone()),
+        // The last survey has not found it.
+        (&one, &[(0, 5), (1, -10)], remove(1)),
+        (&one, &[(1, -10)], remove(1)),
+        (&one, &[(0, 5)], survey.clone()),
+        // A third one is not needed any more.
+        (&three, &[(0, 90), (1, 59), (2, 60)], None),
+        (&three, &[(0, 90), (1, 60), (2, 60)], remove(2)),
+    ] {
+        let members: Vec<_> = members.iter().map(member).collect();
+        assert_eq!(next_change(known, &members, now), expected, "{members:?}");
+    }
+}
+
+/// Three apiservers renew their certificates one after another.
+#[test]
+fn backend_with_a_new_certificate_replaces_the_one_of_its_name() {
+    let now = Instant::now() + 100 * SECOND;
+    let renewed = known(&[(11, "a"), (12, "b"), (13, "c")], now);
+    let member = |certificate, name: &str, condition| Member {
+        backend: Backend { id: BackendId::Certificate(certificate), name: name.into() },
+        condition,
+    };
+    let since = now.checked_sub(50 * SECOND).unwrap();
+    let (serves, fails) = (MemberCondition::Serves(since), MemberCondition::Fails(now));
+    // Its old connections work.
+    let members = [member(1, "a", serves), member(2, "b", serves)];
+    assert_eq!(next_change(&renewed, &members, now), None);
+    let members = [member(1, "a", fails), member(2, "b", fails)];
+    let first = next_change(&renewed, &members, now);
+    assert_eq!(first, Some(MemberChange::Remove(members[0].backend.clone())));
+    let added = next_change(&renewed, &members[1..], now);
+    assert_eq!(added, Some(MemberChange::Remove(members[1].backend.clone())));
+    let added = next_change(&renewed, &[], now);
+    assert_eq!(added, Some(MemberChange::Add(renewed.present()[0].clone())));
+}
+
+#[test]
+fn search_budget_has_a_burst_and_a_pace() {
+    let (mut budget, start) = (SearchBudget::new(), Instant::now());
+    let mut taken = |now| (0..1_000).filter(|_| budget.take(now)).count();
+    assert_eq!(taken(start), SEARCH_BURST as usize);
+    assert_eq!(taken(start + 10 * SEARCH_INTERVAL), 10);
+    assert_eq!(taken(start + 1_000 * SEARCH_INTERVAL), SEARCH_BURST as usize);
+}
+
+#[test]
+fn advertised_address_is_read_from_api_versions() {
+    let body = |address: &str| {
+        format!(
+            r#"{{"kind":"APIVersions","versions":["v1"],"serverAddressByClientCIDRs":[{{"clientCIDR":"0.0.0.0/0","serverAddress":"{address}"}}]}}"#
+        )
+    };
+    for address in ["10.0.0.1:6443", "[fd00::1]:6443", "ip-10-0-0-1.ec2.internal:443"] {
+        assert_eq!(advertised_address(body(address).as_bytes()).as_deref(), Some(address));
+    }
+    for bad in [&*body(""), &*body("a b"), &*body(&"a".repeat(300)), "{}", "no", "[]", ""] {
+        assert_eq!(advertised_address(bad.as_bytes()), None, "{bad}");
+    }
+}

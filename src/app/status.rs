@@ -31,6 +31,7 @@ use crate::observe::history::{Columns, STEP};
 use crate::observe::own_errors::OwnError;
 use crate::observe::{ConfiguredSeries, Liveness, Metrics, build, quantity};
 use crate::upstream::Upstream;
+use crate::upstream::address_backends::BalancerStatus;
 use crate::upstream::canary::CanaryStatus;
 use crate::upstream::compression::GzipFailure;
 use crate::upstream::endpoint::Endpoint;
@@ -157,6 +158,8 @@ struct UpstreamStatus<'a> {
     restore: Option<RestoreStatus>,
     /// The API groups whose watches are not resumed because their versions are not ordered.
     unordered_groups: Vec<UnorderedGroup>,
+    /// What is behind the addresses that were examined.
+    balancers: Vec<BalancerStatus>,
     /// The API groups that fail at an endpoint that is healthy.
     failing_groups: Vec<FailingGroupStatus>,
     /// The admission webhooks that an endpoint cannot reach, as responses of the last minute say.
@@ -327,6 +330,7 @@ impl<'a> From<&'a Arc<Upstream>> for UpstreamStatus<'a> {
             gzip_failure: upstream.compression.failure(clock::now()),
             restore: upstream.restores.latest(),
             unordered_groups: upstream.unordered_groups.list(),
+            balancers: upstream.backends.list(),
             failing_groups: upstream.group_failures.list(),
             failing_webhooks: upstream.group_failures.unreachable_webhooks(),
         }

@@ -3,11 +3,13 @@
 //! An endpoint that stays keeps its object, and thus its connections, health and history. New endpoints
 //! join and old ones leave in one swap. No function here waits for a connection, a drain or a disk.
 
+use std::cell::RefCell;
 use std::collections::HashMap;
 use std::net::IpAddr;
 use std::sync::Arc;
 
 use jackstay_config::{self as config, EndpointPreference};
+use jackstay_core::backends::Backend;
 use jackstay_core::discovery::address::EndpointAddress;
 use jackstay_core::discovery::merge;
 use jackstay_core::discovery::source::{EndpointIdentity, EndpointSpec};
@@ -16,7 +18,7 @@ use rustls::pki_types::ServerName;
 use crate::control::host_addresses::HostAddresses;
 use crate::control::readyz;
 use crate::upstream::Upstream;
-use crate::upstream::endpoint::Endpoint;
+use crate::upstream::endpoint::{Endpoint, label};
 
 /// The changes that [`replace_endpoints`] has made.
 #[derive(Debug, Default)]
@@ -63,24 +65,35 @@ pub fn preferred_host(prefer: EndpointPreference, host: &HostAddresses) -> Optio
 /// Replaces the endpoint set of `upstream`. An empty set is applied; callers that want to keep the
 /// current set must not pass one.
 pub fn replace_endpoints(upstream: &Upstream, wanted: &[EndpointSpec]) -> EndpointSetChange {
+    replace_members(upstream, wanted, &BalancerMembers::default())
+}
+
+/// [`replace_endpoints`], with the apiservers behind addresses as endpoints of their own.
+fn replace_members(
+    upstream: &Upstream,
+    wanted: &[EndpointSpec],
+    members: &BalancerMembers,
+) -> EndpointSetChange {
     let mut change = EndpointSetChange::default();
     let before = Arc::clone(&upstream.endpoints());
-    let mut old: HashMap<_, _> = before.iter().map(|e| (identity(e), Arc::clone(e))).collect();
+    let key = |endpoint: &Arc<Endpoint>| (identity(endpoint), endpoint.backend.clone());
+    let mut old: HashMap<_, _> = before.iter().map(|e| (key(e), Arc::clone(e))).collect();
     let mut after: Vec<Arc<Endpoint>> = Vec::with_capacity(wanted.len());
-    for spec in wanted {
+    for (spec, backend) in members.of_all(wanted) {
         let name = spec.server_name.as_deref().unwrap_or(&spec.address.host);
         if ServerName::try_from(name).is_err() {
             change.refused.push(format!("{}: {name:?} cannot be verified", spec.address));
             continue;
         }
-        if let Some(existing) = old.remove(&spec.identity()) {
+        if let Some(existing) = old.remove(&(spec.identity(), backend.cloned())) {
             existing.set_fallback(spec.fallback);
             after.push(existing);
             continue;
         }
-        let metrics = upstream.metrics.endpoint(&upstream.name, &spec.address.to_string());
-        match Endpoint::new(&upstream.name, &spec.address, Some(name), metrics) {
-            Ok(new) if after.iter().any(|other| identity(other) == identity(&new)) => {}
+        let metrics = upstream.metrics.endpoint(&upstream.name, &label(&spec.address, backend));
+        let at = (&spec.address, backend.cloned());
+        match Endpoint::of_backend(&upstream.name, at, Some(name), metrics) {
+            Ok(new) if after.iter().any(|other| key(other) == key(&new)) => {}
             Ok(new) => {
                 new.set_fallback(spec.fallback);
                 change.joined.push(Arc::clone(&new));
@@ -89,7 +102,7 @@ pub fn replace_endpoints(upstream: &Upstream, wanted: &[EndpointSpec]) -> Endpoi
             Err(why) => change.refused.push(format!("{}: {why}", spec.address)),
         }
     }
-    change.left = before.iter().filter(|e| old.contains_key(&identity(e))).cloned().collect();
+    change.left = before.iter().filter(|e| old.contains_key(&key(e))).cloned().collect();
     if !change.is_empty() {
         upstream.set_endpoints(after);
     }
@@ -104,17 +117,61 @@ pub fn identity(endpoint: &Endpoint) -> EndpointIdentity {
     EndpointIdentity::new(&endpoint.address, &endpoint.server_name.to_str())
 }
 
+/// The specifications of the endpoints of an upstream. Those of several apiservers behind one address are one.
+fn specs(upstream: &Upstream) -> Vec<EndpointSpec> {
+    let mut specs: Vec<EndpointSpec> = Vec::new();
+    for endpoint in upstream.endpoints().iter() {
+        let name = endpoint.server_name.to_str();
+        let spec = EndpointSpec {
+            address: endpoint.address.clone(),
+            server_name: (name != endpoint.address.host).then(|| name.into_owned()),
+            fallback: endpoint.is_fallback(),
+        };
+        if !specs.contains(&spec) {
+            specs.push(spec);
+        }
+    }
+    specs
+}
+
 /// Applies changes of the set and starts a prober for each endpoint. Used on the `LocalSet` of the control
 /// thread.
 #[derive(Debug)]
 pub struct EndpointSetWriter {
     upstream: Arc<Upstream>,
+    /// The addresses of the set.
+    wanted: RefCell<Vec<EndpointSpec>>,
+    members: RefCell<BalancerMembers>,
+}
+
+/// The apiservers behind addresses that are endpoints of their own.
+#[derive(Debug, Default)]
+pub struct BalancerMembers(HashMap<EndpointIdentity, Vec<Backend>>);
+
+impl BalancerMembers {
+    /// Those of one address. None means that the address is one endpoint.
+    pub fn of(&self, address: &EndpointIdentity) -> &[Backend] {
+        self.0.get(address).map_or(&[], Vec::as_slice)
+    }
+
+    /// The endpoints of these addresses.
+    fn of_all<'a>(
+        &'a self,
+        wanted: &'a [EndpointSpec],
+    ) -> impl Iterator<Item = (&'a EndpointSpec, Option<&'a Backend>)> {
+        wanted.iter().flat_map(|spec| {
+            let members = self.of(&spec.identity());
+            let whole = members.is_empty().then_some((spec, None));
+            whole.into_iter().chain(members.iter().map(move |member| (spec, Some(member))))
+        })
+    }
 }
 
 impl EndpointSetWriter {
     /// Starts a prober for each endpoint of the current set.
     pub fn new(upstream: Arc<Upstream>) -> Self {
-        let this = Self { upstream };
+        let wanted = RefCell::new(specs(&upstream));
+        let this = Self { upstream, wanted, members: RefCell::default() };
         for endpoint in this.upstream.endpoints().iter() {
             this.start_prober(endpoint);
         }
@@ -123,7 +180,33 @@ impl EndpointSetWriter {
 
     /// Replaces the set, logs and counts the changes, and starts a prober for each new endpoint.
     pub fn apply(&self, wanted: &[EndpointSpec]) {
-        let change = replace_endpoints(&self.upstream, wanted);
+        self.wanted.replace(wanted.to_vec());
+        let is_wanted =
+            |address: &EndpointIdentity| wanted.iter().any(|spec| spec.identity() == *address);
+        self.members.borrow_mut().0.retain(|address, _| is_wanted(address));
+        self.update();
+    }
+
+    /// Makes these apiservers behind an address its endpoints. None means that the address is one endpoint.
+    pub fn set_members(&self, address: &EndpointIdentity, members: Vec<Backend>) {
+        self.members.borrow_mut().0.insert(address.clone(), members);
+        self.update();
+    }
+
+    /// The apiservers behind an address that are endpoints.
+    pub fn members(&self, address: &EndpointIdentity) -> Vec<Backend> {
+        self.members.borrow().of(address).to_vec()
+    }
+
+    /// The addresses of the set.
+    pub fn addresses(&self) -> Vec<EndpointIdentity> {
+        self.wanted.borrow().iter().map(EndpointSpec::identity).collect()
+    }
+
+    /// Replaces the set by the endpoints of all addresses.
+    fn update(&self) {
+        let wanted = self.wanted.borrow();
+        let change = replace_members(&self.upstream, &wanted, &self.members.borrow());
         for endpoint in &change.joined {
             tracing::info!(
                 upstream = &*self.upstream.name,
@@ -151,15 +234,7 @@ impl EndpointSetWriter {
 
     /// The specifications of the current set.
     pub fn current(&self) -> Vec<EndpointSpec> {
-        let spec = |endpoint: &Arc<Endpoint>| {
-            let name = endpoint.server_name.to_str();
-            EndpointSpec {
-                address: endpoint.address.clone(),
-                server_name: (name != endpoint.address.host).then(|| name.into_owned()),
-                fallback: endpoint.is_fallback(),
-            }
-        };
-        self.upstream.endpoints().iter().map(spec).collect()
+        specs(&self.upstream)
     }
 
     fn start_prober(&self, endpoint: &Arc<Endpoint>) {

@@ -5,6 +5,7 @@
 //! kernel sends a lost SYN again only after a second (RFC 6298 section 2, initial RTO).
 
 use std::future::poll_fn;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io;
 use std::net::SocketAddr;
 use std::pin::Pin;
@@ -73,6 +74,8 @@ pub struct DialedConnection {
     pub windows: ReceiveWindows,
     /// Sends what `h2` has written. The caller polls it after each poll of `h2`.
     pub uncork: Uncork<UpstreamStream>,
+    /// A hash of the certificate that the server has shown; 0 if it has shown none.
+    pub certificate: u64,
     /// What the frames of the apiserver have shown.
     pub frames: PeerFrames,
     /// Reads the TCP statistics of the connection.
@@ -102,8 +105,10 @@ pub async fn dial_h2(
                 ),
             ));
         }
+        let certificate = certificate_hash(&stream);
         let windows = ReceiveWindows::new(max_streams, tls.certificate.is_some());
-        first_pong(stream, observer, (windows, max_streams)).await.map_err(|error| {
+        let ponged = first_pong(stream, observer, (windows, max_streams)).await;
+        ponged.map(|dialed| DialedConnection { certificate, ..dialed }).map_err(|error| {
             let kind = if is_late_alert(&error) {
                 ConnectFailureKind::TlsFailed
             } else {
@@ -216,6 +221,15 @@ fn handshake_failure(address: SocketAddr, error: &io::Error) -> ConnectFailure {
     ConnectFailure::new(kind, format!("TLS to {address} failed: {text}"))
 }
 
+/// A hash of the certificate that the server has shown, which distinguishes the apiservers behind one address.
+pub fn certificate_hash(stream: &UpstreamStream) -> u64 {
+    let chain = stream.get_ref().1.peer_certificates();
+    let Some(certificate) = chain.and_then(|chain| chain.first()) else { return 0 };
+    let mut hasher = DefaultHasher::new();
+    certificate.hash(&mut hasher);
+    hasher.finish()
+}
+
 /// Whether the server ended the handshake with the ALPN alert (RFC 7301 section 3.2). Other servers
 /// complete it without choosing a protocol.
 fn is_no_common_protocol(error: &io::Error) -> bool {
@@ -274,7 +288,18 @@ async fn first_pong(
     })
     .await?;
     let rtt = clock::elapsed(pinged_at);
-    Ok(DialedConnection { send, h2, ping, max_streams, windows, uncork, frames, observer, rtt })
+    Ok(DialedConnection {
+        send,
+        h2,
+        ping,
+        max_streams,
+        windows,
+        uncork,
+        certificate: 0,
+        frames,
+        observer,
+        rtt,
+    })
 }
 
 #[cfg(test)]

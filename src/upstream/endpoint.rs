@@ -30,6 +30,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use arc_swap::{ArcSwap, Guard};
 use jackstay_config::api_root::ApiRoot;
+use jackstay_core::backends::Backend;
 use jackstay_core::connect::ConnectBackoff;
 pub use jackstay_core::connect::{ConnectFailure, ConnectFailureKind, ConnectTimeout};
 use jackstay_core::discovery::address::EndpointAddress;
@@ -68,6 +69,14 @@ use crate::observe::{EndpointMetrics, Loss, OpenStreams, StateGauge};
 #[error("`{0}` cannot be verified in a certificate")]
 pub struct InvalidServerName(pub String);
 
+/// The name of an endpoint in logs and metrics.
+pub fn label(address: &EndpointAddress, backend: Option<&Backend>) -> String {
+    match backend {
+        Some(backend) => format!("{address}/{}", backend.name),
+        None => address.to_string(),
+    }
+}
+
 /// The key of the next endpoint.
 static NEXT_KEY: AtomicUsize = AtomicUsize::new(0);
 
@@ -79,7 +88,9 @@ pub struct Endpoint {
     pub upstream: Arc<str>,
     /// Host and port.
     pub address: EndpointAddress,
-    /// The address as text, for logs and metrics.
+    /// The apiserver behind the address that its connections reach; `None` if it is not known to be one of several.
+    pub backend: Option<Backend>,
+    /// The address as text, with the name of the backend, for logs and metrics.
     pub label: Arc<str>,
     /// The name that is sent as SNI and verified in the certificate.
     pub server_name: ServerName<'static>,
@@ -136,6 +147,19 @@ impl Endpoint {
         server_name: Option<&str>,
         metrics: Arc<EndpointMetrics>,
     ) -> Result<Arc<Self>, InvalidServerName> {
+        Self::of_backend(upstream, (address, None), server_name, metrics)
+    }
+
+    /// [`Self::new`] for one of the apiservers behind the address.
+    ///
+    /// # Errors
+    /// The name is neither a DNS name nor an IP address.
+    pub fn of_backend(
+        upstream: &Arc<str>,
+        (address, backend): (&EndpointAddress, Option<Backend>),
+        server_name: Option<&str>,
+        metrics: Arc<EndpointMetrics>,
+    ) -> Result<Arc<Self>, InvalidServerName> {
         let name = server_name.unwrap_or(&address.host);
         let server_name = ServerName::try_from(name.to_owned())
             .map_err(|_| InvalidServerName(name.to_owned()))?;
@@ -145,7 +169,8 @@ impl Endpoint {
             key: EndpointKey(NEXT_KEY.fetch_add(1, Ordering::Relaxed)),
             upstream: Arc::clone(upstream),
             address: address.clone(),
-            label: address.to_string().into(),
+            label: label(address, backend.as_ref()).into(),
+            backend,
             server_name,
             metrics,
             ping_grid: clock::now(),
@@ -254,6 +279,11 @@ impl Endpoint {
     /// Whether it is ready, or has only lost its connections since ([`EndpointHealth::is_ready_or_returns`]).
     pub fn is_ready_or_returns(&self) -> bool {
         self.guarded().health.is_ready_or_returns()
+    }
+
+    /// Since when it is not ready; `None` while it is.
+    pub fn failing_since(&self) -> Option<Instant> {
+        (self.state() != EndpointState::Ready).then(|| self.guarded().since_instant)
     }
 
     /// How long the endpoint has been ready; `None` while it is not.

@@ -23,9 +23,10 @@ use tokio::sync::Notify;
 use tokio::task::{JoinError, JoinHandle, spawn_local};
 use tokio::time::timeout;
 
+use super::backends::dial_backend_http1;
 use super::connect_race;
 use super::credentials::CredentialClass;
-use super::dial::{UpstreamStream, dial_http1};
+use super::dial::UpstreamStream;
 use super::endpoint::{ConnectFailure, Endpoint, EndpointState, TunnelledWatchGuard};
 use super::pool::{UNAVAILABLE_AFTER, Unavailable};
 use super::shared::Upstream;
@@ -137,10 +138,10 @@ pub async fn open(
     let mut candidates = candidates.into_iter();
     let next = |_: &[String]| {
         let Candidate { endpoint, .. } = candidates.next()?;
-        let (tls, connector) = (Arc::clone(&tls), upstream.connector());
+        let tls = Arc::clone(&tls);
         Some(async move {
             let limit = endpoint.connect_timeout(base);
-            match dial_http1(&connector, &endpoint, &tls, limit).await {
+            match dial_backend_http1(upstream, (&endpoint, &tls), limit).await {
                 Ok((stream, observer)) => {
                     endpoint.metrics.dialled("ok");
                     let watch = None;

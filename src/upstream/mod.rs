@@ -20,6 +20,8 @@
 //!   have not accepted it.
 //! * Each upgrade has an HTTP/1.1 connection of its own ([`http1`]).
 
+pub(crate) mod address_backends;
+pub(crate) mod backends;
 pub(crate) mod canary;
 pub mod capabilities;
 pub mod client_key;

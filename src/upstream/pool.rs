@@ -29,9 +29,9 @@ use tokio::time::sleep_until;
 pub use self::class::ClassPool;
 pub use self::stream_request::{StreamRequest, Unavailable};
 use self::table::{connection_limits, endpoint_rows};
+use super::backends::{self, dial_backend};
 use super::connection::{Connection, DrainReason};
 use super::credentials::{ClientTls, CredentialClass};
-use super::dial::dial_h2;
 use super::endpoint::{Endpoint, ProbeTrigger};
 use super::evacuation::{Evacuation, evacuations};
 use super::shared::{HeldWatch, Upstream};
@@ -348,8 +348,9 @@ impl Pool {
             let limit = endpoint.connect_timeout(config.health.connect_timeout);
             let max_streams = config.connections.max_streams;
             drop(config);
-            let connector = pool.upstream.connector();
-            match dial_h2(&connector, &endpoint, &tls, limit, max_streams).await {
+            let token = backends::token(&pool.upstream, class.credential_class(), &tls);
+            let dial = (&*endpoint, &*tls);
+            match dial_backend(&pool.upstream, dial, limit, max_streams, token).await {
                 Ok(established) => {
                     endpoint.metrics.dialled("ok");
                     let connection = Connection::start(

@@ -16,6 +16,7 @@ use jackstay_core::request::path_prefix::PathPrefix;
 use jackstay_sys::sockets::connector::Connector;
 use tokio::sync::Notify;
 
+use super::address_backends::AddressBackends;
 use super::canary::Canary;
 use super::capabilities::CapabilityDemand;
 use super::compression::Compression;
@@ -59,6 +60,8 @@ pub struct Upstream {
     pub memory: Arc<MemoryBudget>,
     /// The API groups whose watches are not resumed because their versions are not ordered.
     pub unordered_groups: UnorderedGroups,
+    /// The apiservers behind its addresses.
+    pub backends: AddressBackends,
     /// The API groups that fail at some of its endpoints.
     pub group_failures: Arc<GroupFailures>,
     /// Whether watches ask for gzip.
@@ -115,6 +118,7 @@ impl Upstream {
             metrics: Arc::clone(metrics),
             memory: Arc::clone(memory),
             unordered_groups: UnorderedGroups::default(),
+            backends: AddressBackends::default(),
             group_failures: Arc::default(),
             compression: Compression::default(),
             capabilities: CapabilityDemand::default(),
@@ -168,7 +172,9 @@ impl Upstream {
     pub fn endpoint_like(&self, other: &Endpoint) -> Option<Arc<Endpoint>> {
         let endpoints = self.endpoints();
         let is_like = |endpoint: &&Arc<Endpoint>| {
-            endpoint.address == other.address && endpoint.server_name == other.server_name
+            endpoint.address == other.address
+                && endpoint.server_name == other.server_name
+                && endpoint.backend == other.backend
         };
         endpoints.iter().find(is_like).cloned()
     }

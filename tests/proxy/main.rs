@@ -7,6 +7,7 @@
 mod support;
 
 mod admin_endpoint;
+mod balancer;
 mod client_certificates;
 mod clients;
 mod compressed_watches;

@@ -2,6 +2,7 @@
 
 #![allow(dead_code)] // each test crate uses a part
 
+pub mod balancer;
 pub mod long_path;
 
 #[allow(unused_imports)] // each test crate uses a part
@@ -27,10 +28,10 @@ use jackstay_apiserver::pki::{Issued, Pki, Subject};
 use jackstay_apiserver::{ApiServerHandle, Options};
 use jackstay_config::{
     AccessLog, Admin, CertPaths, Compression, Config, Connections, ConsistentReads, Discovery,
-    EndpointPreference, FlowSettings, Health, Level, Limits, Listener, Log, LogFormat, MemoryLimit,
-    Mode, Passthrough, Percent, Readyz, RequestLimits, SOURCE_PREFIX_V6, Sandbox, Seccomp,
-    ServingCert, Shutdown, Switch, Terminate, TerminateLimits, Upstream, UpstreamTls, UsedBy,
-    VersionPreference,
+    EndpointKind, EndpointPreference, FlowSettings, Health, Level, Limits, Listener, Log,
+    LogFormat, MemoryLimit, Mode, Passthrough, Percent, Readyz, RequestLimits, SOURCE_PREFIX_V6,
+    Sandbox, Seccomp, ServingCert, Shutdown, Switch, Terminate, TerminateLimits, Upstream,
+    UpstreamTls, UsedBy, VersionPreference,
 };
 use jackstay_core::admission::{DEFAULT_LIMIT, MemoryBudget};
 use jackstay_core::discovery::address::EndpointAddress;
@@ -117,6 +118,8 @@ impl Certs {
                 landlock: Switch::On,
             },
             upstreams: vec![Upstream {
+                // Tests count connections.
+                kind: EndpointKind::Apiserver,
                 prefer: EndpointPreference::None,
                 compression: Compression::Auto,
                 consistent_reads: ConsistentReads::Floor,

@@ -11,10 +11,7 @@
 //!
 //! [`Faults::aggregated_unavailable`]: crate::Faults::aggregated_unavailable
 
-use crate::kinds::Kind;
-use crate::state::{ScriptedResponse, ServerState};
 use std::time::Duration;
-use tokio::time::timeout;
 
 /// The group.
 pub const GROUP: &str = "aggregated.jackstay.test";
@@ -48,29 +45,9 @@ pub(super) fn is_forwarded(path: &str) -> bool {
     rest.is_some_and(|rest| rest.starts_with('/'))
 }
 
-/// Whether the aggregated server serves this resource type.
-pub(super) fn serves(kind: &Kind) -> bool {
-    kind.group == GROUP
-}
-
-impl ServerState {
-    /// Forwards a request to the aggregated server. Returns the response of the apiserver if that fails.
-    pub async fn forward_to_aggregated(&self) -> Option<ScriptedResponse> {
-        if self.faults.borrow().aggregated_unavailable {
-            return Some(failure(UNAVAILABLE));
-        }
-        let mut faults = self.faults.subscribe();
-        let opened = faults.wait_for(|faults| faults.aggregated_path != AggregatedPath::Dark);
-        let path = match timeout(LOST_AFTER, opened).await {
-            Ok(faults) => faults.ok()?.aggregated_path,
-            Err(_) => return Some(failure(LOST)),
-        };
-        (path == AggregatedPath::Refused).then(|| failure(REFUSED))
-    }
-}
-
-fn failure(text: &'static str) -> ScriptedResponse {
-    ScriptedResponse::text(503, text)
+/// Whether the aggregated server serves this API group.
+pub(super) fn serves(group: &str) -> bool {
+    group == GROUP
 }
 
 #[cfg(test)]

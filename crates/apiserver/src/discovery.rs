@@ -14,12 +14,17 @@ pub fn version(git_version: &str) -> Value {
     })
 }
 
+/// The response of `/api` of a server that advertises this address.
+pub fn api_versions(address: &str) -> Value {
+    json!({
+        "kind": "APIVersions", "versions": ["v1"],
+        "serverAddressByClientCIDRs": [{ "clientCIDR": "0.0.0.0/0", "serverAddress": address }],
+    })
+}
+
 /// The document of a discovery path; `None` for other paths.
 pub fn document(path: &str) -> Option<Value> {
     match path.trim_end_matches('/') {
-        "/api" => Some(json!({
-            "kind": "APIVersions", "versions": ["v1"], "serverAddressByClientCIDRs": [],
-        })),
         "/apis" => Some(json!({
             "kind": "APIGroupList", "apiVersion": "v1",
             "groups": groups().into_iter().map(group).collect::<Vec<_>>(),

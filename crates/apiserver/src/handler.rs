@@ -245,6 +245,10 @@ impl RequestContext {
         {
             return Ok(scripted_response(failure).await);
         }
+        if path.trim_end_matches('/') == "/api" {
+            // Its name, because clients may connect to the address of a relay.
+            return self.negotiate(200, &discovery::api_versions(&self.server.name));
+        }
         if let Some(document) = discovery::document(path) {
             return self.negotiate(200, &document);
         }

@@ -19,6 +19,7 @@
 #![cfg_attr(not(test), warn(clippy::too_many_lines))]
 
 pub mod aggregated;
+mod aggregator;
 pub mod cbor;
 pub mod client;
 pub mod faulty_relay;

@@ -232,7 +232,7 @@ impl Watch {
     /// Whether nothing is delivered. Sets [`Self::lost_at`].
     fn is_held(&mut self, faults: &Faults) -> bool {
         let is_dark =
-            aggregated::serves(self.kind) && faults.aggregated_path == AggregatedPath::Dark;
+            aggregated::serves(self.kind.group) && faults.aggregated_path == AggregatedPath::Dark;
         let lost_at = || Instant::now() + aggregated::LOST_AFTER;
         self.lost_at = is_dark.then(|| self.lost_at.unwrap_or_else(lost_at));
         is_dark || faults.hold_watches

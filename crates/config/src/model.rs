@@ -171,6 +171,8 @@ pub struct Upstream {
     pub compression: Compression,
     /// Whether reads of a client may go back in time.
     pub consistent_reads: ConsistentReads,
+    /// What is behind each endpoint.
+    pub kind: EndpointKind,
     /// Which endpoints are preferred; the others are fallbacks.
     pub prefer: EndpointPreference,
     /// Whether watches move gradually to an apiserver that has become ready again.
@@ -205,6 +207,19 @@ pub enum ConsistentReads {
     Floor,
     /// Nothing.
     Off,
+}
+
+/// What is behind the endpoints of an upstream.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum EndpointKind {
+    /// One or two endpoints are examined: connections to a load balancer reach different apiservers.
+    Auto,
+    /// Each endpoint is one apiserver.
+    #[default]
+    Apiserver,
+    /// Each endpoint is a load balancer, a virtual IP address, or another address of several apiservers.
+    Balancer,
 }
 
 /// Which endpoints of an upstream are preferred.

@@ -29,6 +29,7 @@ use super::source_states::{SourceStates, is_of_configured_name};
 use super::state_file::StateFileError;
 use super::state_writer::StateWriter;
 use super::{dns, file, slices, state_file};
+use crate::control::backends;
 use crate::control::endpoint_set::{self, EndpointSetWriter};
 use crate::control::host_addresses::HostAddresses;
 use crate::observe::events::{Change, EventKind};
@@ -68,7 +69,8 @@ pub async fn run(upstream: Arc<Upstream>, shared: Arc<SharedContext>) {
         let shared = Arc::clone(&shared);
         Box::new(move || own_addresses(&shared.bound.load(), shared.host))
     };
-    let writer = EndpointSetWriter::new(Arc::clone(&upstream));
+    let writer = Rc::new(EndpointSetWriter::new(Arc::clone(&upstream)));
+    let examined = backends::run(Arc::clone(&upstream), Rc::clone(&writer));
     let mut controller = DiscoveryController {
         liveness: shared.liveness.register(&format!("endpoints of {}", upstream.name)),
         states: SourceStates::new(upstream, own_addresses),
@@ -88,7 +90,10 @@ pub async fn run(upstream: Arc<Upstream>, shared: Arc<SharedContext>) {
     };
     controller.restore_saved();
     controller.configure();
-    controller.run().await;
+    tokio::select! {
+        () = controller.run() => {}
+        () = examined => {}
+    }
 }
 
 /// The settings of a source that runs in a task. The source is restarted when they change.
@@ -114,7 +119,7 @@ struct DiscoveryController {
     running: BTreeMap<EndpointSource, (SourceConfig, AbortHandle)>,
     tasks: JoinSet<()>,
     panics: Panics,
-    writer: EndpointSetWriter,
+    writer: Rc<EndpointSetWriter>,
     debouncer: Debouncer,
     /// The set that was applied last.
     current: Vec<EndpointSpec>,

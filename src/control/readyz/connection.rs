@@ -10,9 +10,9 @@ use tokio::time::sleep;
 
 use super::reachability::{PROBE_STREAMS, ReachabilityCheck};
 use crate::upstream::Upstream;
+use crate::upstream::backends::{self, dial_backend};
 use crate::upstream::connection::{Connection, ConnectionState, DrainReason};
 use crate::upstream::credentials::CredentialClass;
-use crate::upstream::dial::dial_h2;
 use crate::upstream::endpoint::{ConnectFailureKind, Endpoint, Observation};
 
 /// Interval of TLS handshakes with a server that does not speak HTTP/2; their connections are closed.
@@ -70,7 +70,8 @@ pub async fn connect(
         return None;
     }
     let limit = endpoint.connect_timeout(upstream.config().health.connect_timeout);
-    match dial_h2(&upstream.connector(), endpoint, &tls, limit, PROBE_STREAMS).await {
+    let token = backends::token(upstream, CredentialClass::Probe, &tls);
+    match dial_backend(upstream, (endpoint, &tls), limit, PROBE_STREAMS, token).await {
         Ok(established) => {
             endpoint.metrics.dialled("ok");
             let new = reachability.start_connection(established, upstream, endpoint, &tls);

@@ -61,6 +61,7 @@ impl Connection {
             max_streams,
             windows,
             uncork,
+            certificate: _,
             frames,
             observer,
             rtt,

@@ -6,8 +6,8 @@ use jackstay_core::request::hygiene;
 use jackstay_core::request::path_prefix::PathPrefix;
 
 use crate::model::{
-    Compression, Connections, ConsistentReads, Discovery, EndpointPreference, Health, Readyz,
-    Upstream, UpstreamTls, UsedBy, VersionPreference,
+    Compression, Connections, ConsistentReads, Discovery, EndpointKind, EndpointPreference, Health,
+    Readyz, Upstream, UpstreamTls, UsedBy, VersionPreference,
 };
 use crate::node::{Fields, Node};
 use crate::report::Located;
@@ -46,6 +46,7 @@ pub(super) fn read(node: &Node<'_>, references: &mut References) -> Upstream {
 
     let compression = fields.get("compression").one_of(Compression::Auto);
     let consistent_reads = fields.get("consistent_reads").one_of(ConsistentReads::Floor);
+    let kind = fields.get("kind").one_of(EndpointKind::Apiserver);
     let prefer = fields.get("prefer").one_of(EndpointPreference::None);
     let rebalance = fields.get("rebalance").flag(true);
     let version_preference = fields.get("version_preference").one_of(VersionPreference::None);
@@ -71,6 +72,7 @@ pub(super) fn read(node: &Node<'_>, references: &mut References) -> Upstream {
         connections,
         compression,
         consistent_reads,
+        kind,
         prefer,
         rebalance,
         version_preference,

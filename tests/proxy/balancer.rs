@@ -1,0 +1,223 @@
+//! Several apiservers behind one address: each that connections have reached is an endpoint of its own.
+
+use crate::support::balancer::Balancer;
+use crate::support::watch_recorder::WatchRecorder;
+use crate::support::{CONFIGMAPS, Proxy, TestCluster, soon, until, without_suspicion};
+use http::Method;
+use jackstay_apiserver::client::Client;
+use jackstay_apiserver::identity::User;
+use jackstay_config::{Config, EndpointKind};
+use serde_json::Value;
+use std::time::{Duration, Instant};
+
+struct Rig {
+    cluster: TestCluster,
+    balancer: Balancer,
+    proxy: Proxy,
+    client: Client,
+}
+
+impl Rig {
+    /// jackstay with a balancer as its only endpoint, in front of this number of servers.
+    async fn start(servers: usize, change: impl FnOnce(&mut Config)) -> Self {
+        let cluster = TestCluster::new(servers);
+        let balancer = Balancer::start(&cluster.addresses());
+        let mut config = cluster.certs.config(&[balancer.address]);
+        without_suspicion(&mut config);
+        config.upstreams[0].kind = EndpointKind::Auto;
+        change(&mut config);
+        let proxy = cluster.certs.start(config);
+        proxy.wait_connected(1).await;
+        let client = proxy.client().await;
+        Self { cluster, balancer, proxy, client }
+    }
+
+    async fn behind(&self) -> Value {
+        self.proxy.status().await["upstreams"][0]["balancers"][0].clone()
+    }
+
+    /// Waits until two of the servers are endpoints, and returns their numbers.
+    async fn two_members(&self) -> [usize; 2] {
+        until("two backends are ready", async || {
+            let endpoints = self.proxy.endpoints().await;
+            endpoints.len() == 2 && endpoints.iter().all(|one| one["state"] == "ready")
+        })
+        .await;
+        let endpoints = self.proxy.endpoints().await;
+        let servers = self.cluster.servers.iter().enumerate();
+        let is_member = |name: &str| {
+            let label = format!("{}/{name}", self.balancer.address);
+            endpoints.iter().any(|one| one["address"] == label)
+        };
+        let members: Vec<_> = servers.filter(|(_, one)| is_member(one.name())).collect();
+        let members: Vec<_> = members.into_iter().map(|(number, _)| number).collect();
+        members.try_into().unwrap_or_else(|members| panic!("{members:?} {endpoints:?}"))
+    }
+
+    /// Sends lists, and returns how many each server got. None fails.
+    async fn spread(&self, requests: usize) -> Vec<usize> {
+        let path = format!("{CONFIGMAPS}?probe={}", fastrand::u64(..));
+        for _ in 0..requests {
+            let reply = self.client.request(Method::GET, &path, &[], "");
+            assert_eq!(soon("a list", reply).await.unwrap().status, 200);
+        }
+        let records = self.cluster.state.audit().records();
+        let of = |name: &str| records.iter().filter(|r| r.server == name && r.path == path).count();
+        self.cluster.servers.iter().map(|server| of(server.name())).collect()
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn apiservers_behind_a_balancer_are_endpoints() {
+    let rig = Rig::start(3, |_| {}).await;
+    let members = rig.two_members().await;
+    let behind = rig.behind().await;
+    assert_eq!(behind["kind"], "balancer", "{behind}");
+    assert_eq!(behind["backends"].as_array().unwrap().len(), 3, "{behind}");
+    for endpoint in rig.proxy.endpoints().await {
+        let address = endpoint["address"].as_str().unwrap();
+        assert!(address.starts_with(&format!("{}/", rig.balancer.address)), "{address}");
+    }
+    assert_ne!(members[0], members[1]);
+    // At most three more connections than with one endpoint: one for requests and one for probes.
+    let open: u64 = rig
+        .cluster
+        .servers
+        .iter()
+        .map(|server| server.counters().open.load(std::sync::atomic::Ordering::Relaxed))
+        .sum();
+    assert!(open <= 2 + 3, "{open}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn sick_backend_is_left_and_replaced_by_another() {
+    let rig = Rig::start(3, |_| {}).await;
+    let [sick, healthy] = rig.two_members().await;
+    let path = rig.cluster.watch_path();
+    let mut watches = Vec::new();
+    for _ in 0..6 {
+        watches.push(WatchRecorder::start(&rig.client, &path).await);
+    }
+    rig.cluster.servers[sick].set_faults(|faults| faults.unready = true);
+    let name = rig.cluster.servers[sick].name().to_owned();
+    until("it is degraded", async || {
+        rig.spread(5).await;
+        let endpoints = rig.proxy.endpoints().await;
+        let is_sick = |one: &&Value| one["address"].as_str().unwrap().ends_with(&name);
+        endpoints.iter().find(is_sick).is_some_and(|one| one["state"] == "degraded")
+    })
+    .await;
+    until("another backend is an endpoint", async || {
+        let endpoints = rig.proxy.endpoints().await;
+        endpoints.iter().filter(|one| one["state"] == "ready").count() == 2
+    })
+    .await;
+    let used = rig.spread(60).await;
+    assert_eq!(used[sick], 0, "{used:?}");
+    assert!(rig.cluster.watches(healthy) > 0 || used[healthy] > 0, "{used:?}");
+    until("its watches have left", async || rig.cluster.watches(sick) == 0).await;
+    let version = rig.cluster.create_config_map("late");
+    for watch in &watches {
+        until("the event arrives", async || watch.versions().contains(&version)).await;
+    }
+    until("the sick one is no endpoint any more", async || rig.proxy.endpoints().await.len() == 2)
+        .await;
+}
+
+/// A backend whose requests hang, as without etcd: writes continue on another one.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn killed_backend_is_replaced() {
+    let rig = Rig::start(3, |_| {}).await;
+    let [killed, _] = rig.two_members().await;
+    rig.cluster.servers[killed].kill();
+    let alive: Vec<_> = (0..3)
+        .filter(|server| *server != killed)
+        .map(|server| rig.cluster.servers[server].addr)
+        .collect();
+    rig.balancer.set_backends(&alive);
+    let start = Instant::now();
+    while start.elapsed() < Duration::from_secs(2) {
+        rig.spread(10).await;
+    }
+    until("two backends are ready", async || {
+        let endpoints = rig.proxy.endpoints().await;
+        endpoints.iter().filter(|one| one["state"] == "ready").count() == 2
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn address_of_one_apiserver_is_one_endpoint() {
+    let rig = Rig::start(1, |_| {}).await;
+    until("it was examined", async || rig.behind().await["kind"] == "apiserver").await;
+    let accepted = rig.balancer.accepted();
+    rig.spread(20).await;
+    let endpoints = rig.proxy.endpoints().await;
+    assert_eq!(endpoints.len(), 1);
+    assert_eq!(endpoints[0]["address"], rig.balancer.address.to_string());
+    assert_eq!(rig.balancer.accepted(), accepted, "it is not examined again soon");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn endpoint_of_kind_apiserver_is_not_examined() {
+    let rig = Rig::start(3, |config| config.upstreams[0].kind = EndpointKind::Apiserver).await;
+    rig.spread(20).await;
+    assert_eq!(rig.proxy.endpoints().await.len(), 1);
+    assert!(rig.behind().await.is_null());
+    assert!(rig.balancer.accepted() <= 3);
+}
+
+/// One backend after another is killed and started again, each second. The balancer does not notice.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn backends_that_come_and_go_cost_a_bounded_number_of_connects() {
+    const SECONDS: usize = 9;
+    let rig = Rig::start(3, |_| {}).await;
+    rig.two_members().await;
+    let before = rig.balancer.accepted();
+    for turn in 0..SECONDS {
+        let server = &rig.cluster.servers[turn % 3];
+        server.kill();
+        let start = Instant::now();
+        while start.elapsed() < Duration::from_secs(1) {
+            // Two of three are gone for a moment, and the third one may not be known yet.
+            let read = rig.client.request(Method::GET, CONFIGMAPS, &[], "");
+            let status = soon("a list", read).await.unwrap().status.as_u16();
+            assert!(matches!(status, 200 | 503), "{status}");
+        }
+        server.restart().unwrap();
+    }
+    let opened = rig.balancer.accepted() - before;
+    println!("{opened} connects in {SECONDS} s");
+    until("two backends are ready", async || {
+        let endpoints = rig.proxy.endpoints().await;
+        endpoints.iter().filter(|one| one["state"] == "ready").count() >= 2
+    })
+    .await;
+    rig.spread(20).await;
+    assert!(opened <= 40 * SECONDS, "{opened}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn requests_with_a_token_reach_the_backends_of_their_endpoints() {
+    let rig = Rig::start(3, |_| {}).await;
+    let [sick, _] = rig.two_members().await;
+    rig.cluster.state.add_token("agent", User::new("agent", &[]));
+    let token = rig.proxy.client_with(&rig.cluster.certs.anonymous().token("agent")).await;
+    let name = rig.cluster.servers[sick].name().to_owned();
+    rig.cluster.servers[sick].set_faults(|faults| faults.unready = true);
+    until("it is degraded", async || {
+        rig.spread(5).await;
+        let endpoints = rig.proxy.endpoints().await;
+        let is_sick = |one: &&Value| one["address"].as_str().unwrap().ends_with(&name);
+        endpoints.iter().find(is_sick).is_some_and(|one| one["state"] == "degraded")
+    })
+    .await;
+    let path = format!("{CONFIGMAPS}?probe=token");
+    for _ in 0..40 {
+        let reply = token.request(Method::GET, &path, &[], "");
+        assert_eq!(soon("a list", reply).await.unwrap().status, 200);
+    }
+    let records = rig.cluster.state.audit().records();
+    let at_sick = records.iter().filter(|r| r.server == name && r.path == path).count();
+    assert_eq!(at_sick, 0);
+}

@@ -1,0 +1,83 @@
+//! A TCP load balancer: each connection reaches the next of its backends. Like an external one it does not look at what a
+//! backend answers.
+
+use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+
+use tokio::io::copy_bidirectional;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::oneshot;
+
+/// See the module documentation. Dropping it ends its connections.
+pub struct Balancer {
+    pub address: SocketAddr,
+    shared: Arc<Shared>,
+    stop: Option<oneshot::Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+struct Shared {
+    backends: Mutex<Vec<SocketAddr>>,
+    /// Number of connections that were accepted.
+    accepted: AtomicUsize,
+}
+
+impl Balancer {
+    pub fn start(backends: &[SocketAddr]) -> Self {
+        let socket = std::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        socket.set_nonblocking(true).unwrap();
+        let address = socket.local_addr().unwrap();
+        let backends = Mutex::new(backends.to_vec());
+        let shared = Arc::new(Shared { backends, accepted: AtomicUsize::new(0) });
+        let (stop, stopped) = oneshot::channel();
+        let balancer = Arc::clone(&shared);
+        let thread = std::thread::spawn(move || {
+            let runtime =
+                tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+            runtime.block_on(async move {
+                tokio::select! {
+                    () = accept(TcpListener::from_std(socket).unwrap(), balancer) => {}
+                    _ = stopped => {}
+                }
+            });
+        });
+        Self { address, shared, stop: Some(stop), thread: Some(thread) }
+    }
+
+    /// New connections reach these backends in turn.
+    pub fn set_backends(&self, backends: &[SocketAddr]) {
+        *self.shared.backends.lock().unwrap() = backends.to_vec();
+    }
+
+    pub fn accepted(&self) -> usize {
+        self.shared.accepted.load(Relaxed)
+    }
+}
+
+impl Drop for Balancer {
+    fn drop(&mut self) {
+        drop(self.stop.take());
+        if let Some(thread) = self.thread.take() {
+            thread.join().unwrap();
+        }
+    }
+}
+
+async fn accept(listener: TcpListener, shared: Arc<Shared>) {
+    loop {
+        let Ok((mut client, _)) = listener.accept().await else { continue };
+        let number = shared.accepted.fetch_add(1, Relaxed);
+        let backend = {
+            let backends = shared.backends.lock().unwrap();
+            backends[number % backends.len()]
+        };
+        tokio::spawn(async move {
+            if let Ok(mut server) = TcpStream::connect(backend).await {
+                // An error of either side ends both.
+                let _ = copy_bidirectional(&mut client, &mut server).await;
+            }
+        });
+    }
+}

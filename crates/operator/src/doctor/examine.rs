@@ -16,14 +16,15 @@ use tokio::sync::Mutex;
 use tokio::task::LocalSet;
 use tokio::time::{sleep_until, timeout, timeout_at};
 
+use super::backends;
 use super::dns::Resolver;
 use super::host;
 use super::host_routing::compare;
 use super::image::{self, InstalledTools};
 use super::long_lived;
 use super::observations::{
-    ClientCertificate, EndpointObservation, Failure, FailureKind, HostRouting, Observations,
-    Resolution, ServerCertificate, Step,
+    AddressBackends, ClientCertificate, EndpointObservation, EndpointSource, Failure, FailureKind,
+    HostRouting, Observations, Resolution, ServerCertificate, Step,
 };
 use super::probe::{self, FreshResult, STEP_LIMIT, StepTimer};
 use super::target::{ExaminationPlan, PlannedListener, Target};
@@ -64,9 +65,17 @@ async fn examine(plan: ExaminationPlan, resolver: Resolver, duration: Duration) 
     }
     let began = clock::now();
     let until = began + duration;
+    let addresses: usize = targets.iter().map(|(_, resolution)| resolution.addresses().len()).sum();
+    let examines_backends = addresses <= backends::MAX_ADDRESSES;
     let examine_all = async |targets: &[(Target, Resolution)]| {
         join_all(targets.iter().map(|(target, resolution)| {
-            examine_endpoint(target, resolution, &plan.listeners, &resolver, began, until)
+            let is_given = target.source == EndpointSource::Given;
+            let context = ExaminationContext {
+                listeners: &plan.listeners,
+                resolver: &resolver,
+                examines_backends: examines_backends && is_given,
+            };
+            examine_endpoint(target, resolution, context, began, until)
         }))
         .await
     };
@@ -144,19 +153,32 @@ async fn host_routing(target: &Target, address: SocketAddr, until: Instant) -> O
     timeout_at(deadline.into(), compared).await.ok()?
 }
 
+/// What is behind each address of an endpoint.
+async fn behind(target: &Target, ips: &[IpAddr], until: Instant) -> Vec<AddressBackends> {
+    let examine =
+        |ip: &IpAddr| backends::examine(target, target.socket_address(*ip), until + STEP_LIMIT);
+    join_all(ips.iter().map(examine)).await
+}
+
+/// What the examination of an endpoint needs besides the endpoint.
+#[derive(Clone, Copy)]
+struct ExaminationContext<'a> {
+    listeners: &'a [PlannedListener],
+    resolver: &'a Mutex<Resolver>,
+    /// Whether to find out what is behind each address.
+    examines_backends: bool,
+}
+
 /// Observes one endpoint until `until`.
 async fn examine_endpoint(
     target: &Target,
     resolution: &Resolution,
-    listeners: &[PlannedListener],
-    resolver: &Mutex<Resolver>,
+    context: ExaminationContext<'_>,
     began: Instant,
     until: Instant,
 ) -> EndpointObservation {
-    let ips = match resolution {
-        Resolution::Addresses(ips) => ips.clone(),
-        Resolution::NoSuchName | Resolution::NoAnswer(_) => Vec::new(),
-    };
+    let ExaminationContext { listeners, resolver, examines_backends } = context;
+    let ips = resolution.addresses().to_vec();
     let loops_to = find_loop(&ips, target.port, listeners);
     let mut endpoint = EndpointObservation {
         address: target.address.clone(),
@@ -176,12 +198,8 @@ async fn examine_endpoint(
         max_streams: None,
         version: None,
         authenticated: target.peer.authenticated,
-        shown: target.client_certificate().map(|info| ClientCertificate {
-            subject: info.subject.to_string(),
-            not_after: Utc(info.not_after).seconds(),
-            expires_in_s: expires_in(info),
-            is_version_1: info.is_version_1,
-        }),
+        shown: target.client_certificate().map(describe_client_certificate),
+        behind: Vec::new(),
     };
     let Some(ip) = ips.first() else { return endpoint };
     // A probe of a loop would reach jackstay itself.
@@ -190,12 +208,21 @@ async fn examine_endpoint(
     }
     let address = target.socket_address(*ip);
     let fresh;
-    (endpoint.version, endpoint.host_routing, fresh, endpoint.long_lived, endpoint.idle) = tokio::join!(
+    let examined = if examines_backends { &*ips } else { &[] };
+    (
+        endpoint.version,
+        endpoint.host_routing,
+        fresh,
+        endpoint.long_lived,
+        endpoint.idle,
+        endpoint.behind,
+    ) = tokio::join!(
         version(target, address, until),
         host_routing(target, address, until),
         fresh_connections(target, resolver, began, until),
         long_lived::ping_until(address, &target.peer, began, until),
         long_lived::ping_after_idle(address, &target.peer, began, until),
+        behind(target, examined, until),
     );
     for result in fresh {
         endpoint.fresh.push(result.attempt);
@@ -284,6 +311,15 @@ fn describe_certificate(der: &CertificateDer<'_>) -> Option<ServerCertificate> {
         not_after: Utc(info.not_after).seconds(),
         expires_in_s: expires_in(&info),
     })
+}
+
+fn describe_client_certificate(info: &CertInfo) -> ClientCertificate {
+    ClientCertificate {
+        subject: info.subject.to_string(),
+        not_after: Utc(info.not_after).seconds(),
+        expires_in_s: expires_in(info),
+        is_version_1: info.is_version_1,
+    }
 }
 
 /// Seconds until a certificate expires; negative if it has expired.

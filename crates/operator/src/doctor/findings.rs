@@ -1,6 +1,7 @@
 //! Diagnoses causes from observations by pure rules. Each rule detects one cause; findings that differ
 //! only in their endpoint are merged, and the most likely [`Cause`] comes first.
 
+mod backends;
 mod certificates;
 mod finding;
 mod host;
@@ -45,6 +46,7 @@ pub fn diagnose(observations: &Observations) -> Vec<Finding> {
     }
     found.extend(path::loss(observations));
     path::slow_balancers(observations, &mut found);
+    backends::behind(observations, &mut found);
     found.extend(versions::version_skew(observations));
     found.extend(machine::limits(observations));
     for finding in &mut found {

@@ -13,7 +13,8 @@
 //!    [`image`] asks the container runtime for the image of a static pod.
 //!    [`probe`] opens connections and measures each step; [`long_lived`] checks connections that stay
 //!    open. [`members`] requests the addresses of the apiservers from the cluster.
-//!    [`host_routing`] compares the responses to different hosts.
+//!    [`host_routing`] compares the responses to different hosts, and `backends` finds out whether an address leads to
+//!    several apiservers.
 //! 3. [`observations`] holds the results as plain data.
 //! 4. [`findings`] derives causes from the observations, the most likely first. It is a pure function.
 //! 5. [`report`] prints the observations and the findings.
@@ -50,6 +51,7 @@ pub mod report;
 pub mod survey;
 pub mod target;
 
+mod backends;
 mod first_bytes;
 mod verify;
 mod version;

@@ -5,7 +5,9 @@
 use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
+use jackstay_core::backends::SURVEY;
 use jackstay_core::kubernetes_version::ServerVersion;
+use jackstay_core::quantity::quantity;
 use serde::{Serialize, Serializer};
 
 use super::image::PodImage;
@@ -144,6 +146,50 @@ pub struct EndpointObservation {
     pub authenticated: bool,
     /// The client certificate that was presented to it.
     pub shown: Option<ClientCertificate>,
+    /// What is behind each of its addresses; empty if they were not examined.
+    #[serde(rename = "balancers")]
+    pub behind: Vec<AddressBackends>,
+}
+
+/// What is behind an address.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct AddressBackends {
+    /// The address.
+    pub address: SocketAddr,
+    /// What it is.
+    pub kind: AddressKind,
+    /// The names of the apiservers that connections have reached.
+    pub backends: Vec<String>,
+    /// The number of these connections.
+    pub connections: usize,
+}
+
+/// What an address is. The names are those of `/status`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum AddressKind {
+    /// No connection was opened.
+    Unknown,
+    /// All connections have reached one apiserver, or some that cannot be told apart.
+    Apiserver,
+    /// They have reached several.
+    Balancer,
+    /// Each connection shows something else.
+    Unreliable,
+}
+
+impl AddressBackends {
+    /// How many apiservers the connections have reached, and which; `None` if that is not several.
+    pub fn several(&self) -> Option<String> {
+        let names = || self.backends.join(", ");
+        let is_several = self.kind == AddressKind::Balancer;
+        is_several.then(|| format!("{} ({})", quantity(self.backends.len(), "apiserver"), names()))
+    }
+
+    /// Whether enough connections have been opened, and all have reached one apiserver.
+    pub fn is_always_one(&self) -> bool {
+        self.kind == AddressKind::Apiserver && self.connections >= SURVEY
+    }
 }
 
 // serde passes every field by reference.
@@ -196,6 +242,16 @@ pub enum Resolution {
     NoSuchName,
     /// No name server answered, for this reason.
     NoAnswer(String),
+}
+
+impl Resolution {
+    /// The addresses; none without an answer.
+    pub fn addresses(&self) -> &[IpAddr] {
+        match self {
+            Self::Addresses(ips) => ips,
+            Self::NoSuchName | Self::NoAnswer(_) => &[],
+        }
+    }
 }
 
 /// The steps of a fresh connection in their order.

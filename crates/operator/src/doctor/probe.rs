@@ -23,7 +23,7 @@ use jackstay_sys::sockets::tracked_stream;
 use jackstay_sys::sockets::tracked_stream::StreamObserver;
 use jackstay_sys::utc::wall_clock;
 use rustls::ClientConfig;
-use rustls::pki_types::ServerName;
+use rustls::pki_types::{CertificateDer, ServerName};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
@@ -56,6 +56,8 @@ pub(super) struct ProbeConnection {
     pub(super) send: SendRequest<Bytes>,
     pub(super) ping: PingPong,
     pub(super) observer: StreamObserver,
+    /// The certificate that the server has shown.
+    pub(super) certificate: Option<CertificateDer<'static>>,
     /// Drives the connection, and returns why it ended.
     pub(super) driver: tokio::task::JoinHandle<End>,
 }
@@ -216,7 +218,7 @@ pub(super) async fn open(
             format!("HTTP/2: {}", tls_error::describe_alert_in(&error.to_string())),
         )
     };
-    let opened = limited(Step::Http2, start_http2(stream, observer), reset).await?;
+    let opened = limited(Step::Http2, Box::pin(start_http2(stream, observer)), reset).await?;
     timer.done(Step::Http2);
     Ok(opened)
 }
@@ -238,6 +240,8 @@ async fn start_http2<S: AsyncRead + AsyncWrite + Unpin + 'static>(
     observer: StreamObserver,
 ) -> Result<ProbeConnection, h2::Error> {
     let mut builder = h2::client::Builder::new();
+    let chain = stream.get_ref().1.peer_certificates();
+    let certificate = chain.and_then(|chain| chain.first()).map(|leaf| leaf.clone().into_owned());
     let (send, mut connection) = builder.enable_push(false).handshake(stream).await?;
     let mut ping = connection.ping_pong().ok_or(h2::Reason::INTERNAL_ERROR)?;
     let driver = tokio::task::spawn_local(async move {
@@ -252,7 +256,7 @@ async fn start_http2<S: AsyncRead + AsyncWrite + Unpin + 'static>(
         }
     });
     ping.ping(Ping::opaque()).await?;
-    Ok(ProbeConnection { send, ping, observer, driver })
+    Ok(ProbeConnection { send, ping, observer, certificate, driver })
 }
 
 impl Drop for ProbeConnection {

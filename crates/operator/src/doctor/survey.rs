@@ -22,10 +22,13 @@ use tokio::sync::Mutex;
 use tokio::task::LocalSet;
 use tokio::time::timeout;
 
+use super::backends;
 use super::dns::Resolver;
 use super::host_routing::compare;
 use super::members::{self, MembersError};
-use super::observations::{EndpointSource, Failure, FailureKind, HostRouting, Resolution, Step};
+use super::observations::{
+    AddressBackends, EndpointSource, Failure, FailureKind, HostRouting, Resolution, Step,
+};
 use super::probe::{ProbeConnection, StepTimer, open};
 use super::target::{Target, TargetError, Trust};
 use super::version;
@@ -34,6 +37,9 @@ use crate::kubeconfig::verified_names::CertificateNames;
 /// Limit for each apiserver, from the resolution of its name to the response. A lost SYN delays the connect
 /// by 1 s (RFC 6298 section 2).
 const LIMIT: Duration = Duration::from_secs(5);
+
+/// Limit for the connections that show what is behind an address. An answer takes milliseconds.
+const BACKENDS_LIMIT: Duration = Duration::from_secs(2);
 
 /// What to survey.
 pub struct SurveyRequest<'a> {
@@ -64,6 +70,8 @@ pub struct Survey {
     pub not_apiservers: Vec<NotApiserver>,
     /// The first server that does not answer as an apiserver to the authority that clients will send.
     pub host_routing: Option<(String, HostRouting)>,
+    /// What is behind each address of the endpoints; empty if they were not examined.
+    pub behind: Vec<AddressBackends>,
     /// The apiservers that the cluster names and that are not in the request, or why they are not known.
     pub members: Result<Vec<SocketAddr>, MembersError>,
 }
@@ -146,6 +154,8 @@ struct EndpointSurvey {
     /// Whether it responds as an apiserver.
     responds: Result<(), NoResponse>,
     host_routing: Option<HostRouting>,
+    /// What is behind each of its addresses.
+    behind: Vec<AddressBackends>,
     members: Result<Vec<SocketAddr>, MembersError>,
 }
 
@@ -179,18 +189,28 @@ pub fn survey(request: &SurveyRequest<'_>, resolver: Resolver) -> Result<Survey,
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = runtime.map_err(SurveyError::Runtime)?;
     let resolver = Mutex::new(resolver);
-    let (own, others) = LocalSet::new().block_on(&runtime, async {
+    let (mut own, mut others) = LocalSet::new().block_on(&runtime, async {
         let survey = |target, is_own| survey_endpoint(target, is_own, request.clients, &resolver);
-        let others = others.iter().map(|target| survey(target, false));
-        tokio::join!(survey(&own, true), join_all(others))
+        let surveys = others.iter().map(|target| survey(target, false));
+        let (mut own_survey, mut surveys) = tokio::join!(survey(&own, true), join_all(surveys));
+        let addresses = own_survey.addresses.len()
+            + surveys.iter().map(|survey| survey.addresses.len()).sum::<usize>();
+        if request.query_members && addresses <= backends::MAX_ADDRESSES {
+            let own = [(&own, &mut own_survey)].into_iter();
+            join_all(own.chain(others.iter().zip(&mut surveys)).map(examine_backends)).await;
+        }
+        (own_survey, surveys)
     });
+    let behind = [&mut own].into_iter().chain(&mut others);
+    let behind = behind.flat_map(|survey| std::mem::take(&mut survey.behind)).collect();
     let known: Vec<SocketAddr> =
         [&own].into_iter().chain(&others).flat_map(|result| result.addresses.clone()).collect();
     let members = own.members.clone().map(|mut members| {
         members.retain(|member| !known.contains(member));
         members
     });
-    let mut survey = Survey { members, ..Survey::without_observations(MembersError::NoResponse) };
+    let mut survey =
+        Survey { behind, members, ..Survey::without_observations(MembersError::NoResponse) };
     for result in [own].into_iter().chain(others) {
         if let Err(reason) = result.responds {
             survey.not_apiservers.push(NotApiserver { address: result.address.clone(), reason });
@@ -216,9 +236,20 @@ impl Survey {
             without_certificate,
             not_apiservers,
             host_routing: None,
+            behind: Vec::new(),
             members: Err(why),
         }
     }
+}
+
+/// Finds out what is behind the addresses of an endpoint that answers.
+async fn examine_backends((target, survey): (&Target, &mut EndpointSurvey)) {
+    if survey.responds.is_err() {
+        return;
+    }
+    let deadline = clock::now() + BACKENDS_LIMIT;
+    let examine = |address: &SocketAddr| backends::examine(target, *address, deadline);
+    survey.behind = join_all(survey.addresses.iter().map(examine)).await;
 }
 
 /// Surveys one apiserver. From that of the kubeconfig it also requests the addresses of the cluster's apiservers. A
@@ -235,6 +266,7 @@ async fn survey_endpoint(
         names: Err(NoNames::NoCertificate),
         responds: Ok(()),
         host_routing: None,
+        behind: Vec::new(),
         members: Err(MembersError::NoResponse),
     };
     result.fail(NoResponse::timed_out(format!("no response within {} s", LIMIT.as_secs())));

@@ -12,8 +12,8 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use jackstay_config::endpoints_file;
 use jackstay_config::{
-    COPIED_IDENTITY, CertPaths, Config, ConfigDraft, ConfigError, IdentitySource, KeyLines,
-    ServingFiles, Terminate, Upstream, describe_io_error, server_name_matches,
+    COPIED_IDENTITY, CertPaths, Config, ConfigDraft, ConfigError, EndpointKind, IdentitySource,
+    KeyLines, ServingFiles, Terminate, Upstream, describe_io_error, server_name_matches,
 };
 use jackstay_core::quantity::quantity;
 use jackstay_kubeconfig::client_certificate;
@@ -31,6 +31,10 @@ use rustls::pki_types::UnixTime;
 /// Note about an upstream without a CA bundle.
 const UNVERIFIED: &str = "not given: health is probed without verifying the servers and without \
                           a credential; clients verify for themselves";
+
+/// Note about `kind: balancer` of an upstream that serves flows.
+const BALANCER_OF_FLOWS: &str = "balancer has no effect: a listener passes flows through to this upstream, and a flow \
+                                 cannot see which apiserver it has reached; give that listener an upstream of its own";
 
 /// The result of the checks. Every line names the file of the configuration and the key path.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -99,6 +103,9 @@ fn check_files_at(
         }
         if let Some(path) = &upstream.discovery.kubeconfig {
             checker.discovery_kubeconfig(&format!("{at}.discovery.kubeconfig"), path);
+        }
+        if upstream.kind == EndpointKind::Balancer && upstream.used_by.passthrough {
+            checker.note(&format!("{at}.kind"), BALANCER_OF_FLOWS);
         }
         let readyz = &upstream.health.readyz;
         if let Some(paths) = &readyz.cert {

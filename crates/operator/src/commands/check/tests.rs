@@ -513,3 +513,29 @@ fn check_files_warns_of_a_serving_certificate_that_is_one_of_a_client() {
     let (errors, notes) = dir.check("", "ok", &["node"]);
     assert!(errors.is_empty() && !notes.iter().any(|note| note.contains(warning)), "{notes:#?}");
 }
+
+#[test]
+fn check_balancer_of_flows_is_a_note() {
+    let dir = Dir(tempfile::tempdir().unwrap());
+    let file = dir.0.path().join("c.yaml");
+    let notes = |kind: &str| {
+        dir.write(
+            "c.yaml",
+            &format!(
+                "upstreams: [{{name: u, endpoints: ['10.0.0.1:6443'], kind: {kind}}}]\n\
+                 listeners: [{{name: l, bind: ['127.0.0.1:0'], mode: passthrough, upstream: u}}]\n"
+            ),
+        );
+        let config = load(&file, [], &Overrides::default()).unwrap().config;
+        let report = check_files(&file, &config, now());
+        assert_eq!((&report.errors[..], &report.warnings[..]), (&[][..], &[][..]));
+        report
+            .notes
+            .into_iter()
+            .filter(|note| note.contains("upstreams[0].kind"))
+            .collect::<Vec<_>>()
+    };
+    let [note] = &notes("balancer")[..] else { panic!() };
+    assert!(note.contains("balancer has no effect"), "{note}");
+    assert_eq!(notes("auto"), [""; 0]);
+}

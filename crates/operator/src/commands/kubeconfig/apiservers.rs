@@ -15,7 +15,7 @@ use super::listener::UserPath;
 use super::output::Failure;
 use crate::doctor::dns::Resolver;
 use crate::doctor::members::MembersError;
-use crate::doctor::observations::HostRouting;
+use crate::doctor::observations::{AddressBackends, HostRouting};
 use crate::doctor::survey::{self, NoNames, NotApiserver, Survey, SurveyError, SurveyRequest};
 use crate::doctor::target::{ExecPlugins, Trust, root_of_context};
 use crate::kubeconfig::setup::SetupMode;
@@ -57,6 +57,7 @@ pub(super) fn find(
         let lists_members = config.is_some();
         survey_apiservers(args, context, (&upstreams, path), lists_members, &mut notes)
     };
+    let behind = std::mem::take(&mut survey.behind);
     if args.discover {
         let members = survey.members.map_err(|why| {
             Failure::Input(format!("--discover: the cluster's apiservers are not known: {why}"))
@@ -102,6 +103,8 @@ pub(super) fn find(
         let wrong = survey.not_apiservers.iter().filter(|a| !a.reason.timed_out);
         let wrong: Vec<&str> = wrong.map(|a| &*a.address).collect();
         let members = survey.members.as_deref();
+        let is_only = upstreams.is_empty() && behind.len() == 1;
+        notes.extend(behind.iter().filter_map(|one| backends_note(one, is_terminated, is_only)));
         notes.extend(redundancy_note(&own, &upstreams, &wrong, left_out, members));
     }
     Ok(Apiservers { upstreams, authority, names, warnings, notes })
@@ -412,6 +415,30 @@ fn redundancy_note(
     }
 }
 
+/// What is behind an address, and what jackstay promises there. That it always leads to one apiserver is noted of the
+/// only address.
+fn backends_note(behind: &AddressBackends, is_terminated: bool, is_only: bool) -> Option<String> {
+    let AddressBackends { address, connections, .. } = behind;
+    if let Some(apiservers) = behind.several() {
+        let promise = if is_terminated {
+            "with kind: balancer in the upstream jackstay judges each of them by itself and uses two at a time"
+        } else {
+            "in mode passthrough jackstay cannot see which one a flow has reached, so a sick one must be left out by the \
+             load balancer"
+        };
+        return Some(format!(
+            "{address} leads to several apiservers: {connections} connections have reached {apiservers}; {promise}"
+        ));
+    }
+    (is_only && behind.is_always_one()).then(|| {
+        format!(
+            "{connections} connections to {address} have reached one apiserver: it is one, or a load balancer of several \
+             that cannot be told apart, or one that sends all connections of this machine to the same one (client IP \
+             affinity)"
+        )
+    })
+}
+
 /// The other endpoints of the upstream that contains `own` in an existing configuration; empty if
 /// there is none.
 fn endpoints_in(file: &Path, own: &str) -> Vec<String> {
@@ -430,6 +457,31 @@ fn endpoints_in(file: &Path, own: &str) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::doctor::observations::AddressKind;
+
+    #[test]
+    fn backends_note_says_what_jackstay_promises() {
+        let behind = |kind, backends: &[&str]| AddressBackends {
+            address: "10.0.0.5:443".parse().unwrap(),
+            kind,
+            backends: backends.iter().map(ToString::to_string).collect(),
+            connections: 6,
+        };
+        let balancer = behind(AddressKind::Balancer, &["10.0.0.11:6443", "10.0.0.12:6443"]);
+        let terminated = backends_note(&balancer, true, true).unwrap();
+        assert_eq!(
+            terminated,
+            "10.0.0.5:443 leads to several apiservers: 6 connections have reached 2 apiservers (10.0.0.11:6443, \
+             10.0.0.12:6443); with kind: balancer in the upstream jackstay judges each of them by itself and uses two at a \
+             time"
+        );
+        let passed_through = backends_note(&balancer, false, false).unwrap();
+        assert!(passed_through.contains("cannot see which one a flow has reached"));
+        let one = behind(AddressKind::Apiserver, &["10.0.0.11:6443"]);
+        assert!(backends_note(&one, true, true).unwrap().contains("client IP affinity"));
+        assert_eq!(backends_note(&one, true, false), None);
+        assert_eq!(backends_note(&behind(AddressKind::Unknown, &[]), true, true), None);
+    }
 
     #[test]
     fn redundancy_note_offers_the_other_apiservers_of_the_cluster() {

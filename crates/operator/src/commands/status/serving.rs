@@ -24,10 +24,17 @@ pub(super) fn unready_reason(status: &Value) -> Option<String> {
     if let Some(listener) = unbound {
         return Some(format!("listener {} is not bound", text_at(listener, "name")));
     }
-    let unusable = upstreams.iter().find(|u| !list_at(u, "endpoints").iter().any(is_usable))?;
-    let (endpoints, name) = (list_at(unusable, "endpoints"), text_at(unusable, "name"));
+    upstreams.iter().find_map(unusable_reason)
+}
+
+/// Why an upstream has no usable endpoint; `None` if it has one.
+fn unusable_reason(upstream: &Value) -> Option<String> {
+    let (endpoints, name) = (list_at(upstream, "endpoints"), text_at(upstream, "name"));
+    if endpoints.iter().any(is_usable) {
+        return None;
+    }
     if endpoints.is_empty() {
-        return Some(clean(&format!("upstream {name}: {}", no_endpoint_reason(unusable))));
+        return Some(clean(&format!("upstream {name}: {}", no_endpoint_reason(upstream))));
     }
     let mut text = format!("0 of {} endpoints of {name} are usable", endpoints.len());
     for endpoint in endpoints.iter().take(MAX_LISTED) {
@@ -35,6 +42,41 @@ pub(super) fn unready_reason(status: &Value) -> Option<String> {
         text = format!("{text}; {address} is {state} ({})", text_at(endpoint, "reason"));
     }
     Some(clean(&text))
+}
+
+/// How many endpoints of an upstream, or without a name of each upstream, are usable.
+///
+/// # Errors
+/// Why new clients are not served: an upstream has no usable endpoint, the status does not list it, or the process is
+/// draining. Listeners are not considered: one on a virtual IP address may be bound only while the node has the address.
+pub(in crate::commands) fn upstream_state(
+    status: &Value,
+    name: Option<&str>,
+) -> Result<String, String> {
+    let all = list_at(status, "upstreams");
+    let is_wanted = |upstream: &&Value| name.is_none_or(|name| text_at(upstream, "name") == name);
+    let wanted: Vec<&Value> = all.iter().filter(is_wanted).collect();
+    if wanted.is_empty() {
+        let names: Vec<_> = all.iter().map(|upstream| text_at(upstream, "name")).collect();
+        return Err(match name {
+            Some(name) if !names.is_empty() => {
+                clean(&format!("there is no upstream {name}; there are: {}", names.join(", ")))
+            }
+            _ => "the status lists no upstream".to_owned(),
+        });
+    }
+    if let Some(reason) = wanted.iter().find_map(|upstream| unusable_reason(upstream)) {
+        return Err(reason);
+    }
+    if status["draining"] == true {
+        return Err("it is draining".to_owned());
+    }
+    let state = |upstream: &&Value| {
+        let endpoints = list_at(upstream, "endpoints");
+        let usable = endpoints.iter().filter(|endpoint| is_usable(endpoint)).count();
+        format!("{usable} of {} endpoints of {} usable", endpoints.len(), text_at(upstream, "name"))
+    };
+    Ok(clean(&wanted.iter().map(state).collect::<Vec<_>>().join("; ")))
 }
 
 /// Why an upstream has no endpoint, as `/readyz` and the 503 say it
@@ -126,5 +168,27 @@ mod tests {
         draining["draining"] = json!(true);
         assert_eq!(unready_reason(&draining), None);
         assert_eq!(unready_reason_for_new_clients(&draining).unwrap(), "it is draining");
+    }
+
+    #[test]
+    fn upstream_state_is_of_one_upstream_or_of_each() {
+        let mut two = status(&["ready", "ejected"]);
+        let other = json!({"name": "v", "endpoints": [{"address": "b:1", "state": "ejected", "reason": "gone\u{1b}"}]});
+        two["upstreams"].as_array_mut().unwrap().push(other);
+        two["listeners"][0]["bind"] = json!([]);
+        assert_eq!(upstream_state(&two, Some("u")).unwrap(), "1 of 2 endpoints of u usable");
+        let reason = "0 of 1 endpoints of v are usable; b:1 is ejected (gone )";
+        assert_eq!(upstream_state(&two, Some("v")).unwrap_err(), reason);
+        assert_eq!(upstream_state(&two, None).unwrap_err(), reason);
+        two["upstreams"][1]["endpoints"][0]["usable"] = json!(true);
+        assert_eq!(
+            upstream_state(&two, None).unwrap(),
+            "1 of 2 endpoints of u usable; 1 of 1 endpoints of v usable"
+        );
+        let missing = upstream_state(&two, Some("w")).unwrap_err();
+        assert_eq!(missing, "there is no upstream w; there are: u, v");
+        assert!(upstream_state(&json!(null), None).is_err());
+        two["draining"] = json!(true);
+        assert_eq!(upstream_state(&two, Some("u")).unwrap_err(), "it is draining");
     }
 }

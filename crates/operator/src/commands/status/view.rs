@@ -3,6 +3,7 @@
 //! The functions read JSON and show a missing key as a dash, because the version of the running
 //! jackstay may differ from that of this command.
 
+mod balancers;
 mod canary;
 mod certificates;
 mod groups;
@@ -37,6 +38,7 @@ pub(super) fn text(status: &Value, style: Style) -> String {
     view.listeners(status, &mut out);
     for upstream in list_at(status, "upstreams") {
         view.endpoints(upstream, &mut out);
+        view.balancers(upstream, &mut out);
         view.failing_groups(upstream, &mut out);
         view.failing_webhooks(upstream, &mut out);
         view.restore(upstream, &mut out);

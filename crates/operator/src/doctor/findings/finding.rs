@@ -91,6 +91,10 @@ pub enum Cause {
     ClientCertificateVersion1,
     /// A path is much slower than another.
     SlowPath,
+    /// An address leads to several apiservers.
+    SeveralApiservers,
+    /// The only address always leads to the same apiserver.
+    OneApiserver,
     /// Too few open files are allowed.
     OpenFiles,
 }

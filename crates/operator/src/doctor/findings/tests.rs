@@ -5,9 +5,9 @@ use jackstay_core::kubernetes_version::ServerVersion;
 use super::{Cause, Finding, Level, diagnose, has_problems};
 use crate::doctor::image::{ImageState, PodImage};
 use crate::doctor::observations::{
-    ClientCertificate, ConnectAttempt, Dns, EndpointObservation, EndpointSource, Failure,
-    FailureKind, HostRouting, IdleConnection, ListenAddress, ListenState, LongLived, Ms,
-    NameServer, Observations, Resolution, ServerCertificate, Step,
+    AddressBackends, AddressKind, ClientCertificate, ConnectAttempt, Dns, EndpointObservation,
+    EndpointSource, Failure, FailureKind, HostRouting, IdleConnection, ListenAddress, ListenState,
+    LongLived, Ms, NameServer, Observations, Resolution, ServerCertificate, Step,
 };
 
 /// The steps up to `last`, each with a duration of 1 ms.
@@ -80,6 +80,7 @@ fn endpoint(address: &str) -> EndpointObservation {
             expires_in_s: 200 * 86_400,
             is_version_1: false,
         }),
+        behind: Vec::new(),
     }
 }
 
@@ -638,4 +639,51 @@ fn status_404_or_421_is_no_sign_of_an_apiserver() {
         let failing = failing(Step::Readyz, FailureKind::Status(status));
         assert_eq!(first(&observations(vec![failing])), Some(cause), "{status}");
     }
+}
+
+/// What six connections to an address have shown.
+fn behind(address: &str, kind: AddressKind, backends: &[&str]) -> AddressBackends {
+    let backends = backends.iter().map(ToString::to_string).collect();
+    AddressBackends { address: address.parse().unwrap(), kind, backends, connections: 6 }
+}
+
+#[test]
+fn diagnose_address_of_several_apiservers_names_them() {
+    let apiservers = ["10.0.0.11:6443", "10.0.0.12:6443", "certificate-0a1b2c3d"];
+    let lb = EndpointObservation {
+        behind: vec![behind("10.0.0.1:443", AddressKind::Balancer, &apiservers)],
+        ..endpoint("lb.example.com:443")
+    };
+    let found = diagnose(&observations(vec![lb]));
+    let [finding] = &found[..] else { panic!("{found:#?}") };
+    assert_eq!((finding.level, finding.cause), (Level::Note, Cause::SeveralApiservers));
+    assert_eq!(finding.what, "lb.example.com:443 (10.0.0.1:443) leads to several apiservers.");
+    let because = "6 connections have reached 3 apiservers (10.0.0.11:6443, 10.0.0.12:6443, certificate-0a1b2c3d)";
+    assert_eq!(finding.because, because);
+    for part in [
+        "with kind: balancer in the upstream, jackstay judges each",
+        "In mode passthrough it cannot",
+    ] {
+        assert!(finding.advice.contains(part), "{finding:#?}");
+    }
+}
+
+#[test]
+fn diagnose_single_address_of_one_apiserver_says_what_it_may_be() {
+    let address = behind("10.0.0.1:6443", AddressKind::Apiserver, &["10.0.0.11:6443"]);
+    let one = |address: AddressBackends| EndpointObservation {
+        behind: vec![address],
+        ..endpoint("10.0.0.1:6443")
+    };
+    let found = diagnose(&observations(vec![one(address.clone())]));
+    let [finding] = &found[..] else { panic!("{found:#?}") };
+    assert_eq!((finding.level, finding.cause), (Level::Note, Cause::OneApiserver));
+    assert_eq!(finding.because, "6 connections, 10.0.0.11:6443");
+    assert!(finding.advice.contains("client IP affinity"), "{finding:#?}");
+    // Too few connections, no connection, and a second address show nothing.
+    let few = AddressBackends { connections: 5, ..address.clone() };
+    assert_eq!(diagnose(&observations(vec![one(few)])), []);
+    let none = behind("10.0.0.1:6443", AddressKind::Unknown, &[]);
+    assert_eq!(diagnose(&observations(vec![one(none)])), []);
+    assert_eq!(diagnose(&observations(vec![one(address), endpoint("10.0.0.2:6443")])), []);
 }

@@ -150,16 +150,17 @@ impl GroupFailures {
         self.publish(&guarded);
         let Some(news) = news else { return };
         guarded.labels.entry(key.0).or_insert_with(|| Arc::clone(&endpoint.label));
-        if news != GroupNews::None {
+        let is_known = matches!(news, GroupNews::Fails | GroupNews::FailsAgain);
+        if is_known {
             let gauge = to.metrics.group_fails(to.upstream, &endpoint.label, group);
             guarded.gauges.insert((group.into(), key.0), gauge);
         }
         drop(guarded);
         to.metrics.count_group_failure(to.upstream, &endpoint.label, group);
-        if news != GroupNews::None {
+        if is_known {
             report(group, &endpoint.label, (true, failure.reason), to);
         }
-        if news == GroupNews::Fails {
+        if matches!(news, GroupNews::Fails | GroupNews::Suspected) {
             self.notices.fetch_add(1, Ordering::Relaxed);
             self.changed.notify_waiters();
         }

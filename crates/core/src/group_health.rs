@@ -53,6 +53,8 @@ const SLOW_MEMORY: Duration = Duration::from_secs(300);
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
 /// The longest pause between two probes.
 pub const LONGEST_PAUSE: Duration = Duration::from_secs(30);
+/// Number of requests without an answer after which watches leave, although the probe was not sent yet.
+const SUSPECTED_AFTER: u64 = 2;
 /// How long a failure counts that no request has confirmed.
 const MEMORY: Duration = Duration::from_secs(600);
 /// Maximum number of groups for which failures or slow heads are remembered.
@@ -182,6 +184,8 @@ pub struct GroupFailure<'a> {
 pub enum GroupNews {
     /// Nothing that is reported.
     None,
+    /// Several requests were not answered: watches should leave.
+    Suspected,
     /// The group fails at the endpoint.
     Fails,
     /// The same, a short time after it worked again.
@@ -274,6 +278,11 @@ impl AtEndpoint {
         self.fails() && self.evidence != Evidence::Suspicion
     }
 
+    /// Whether watches should leave: after one late response alone they stay.
+    fn may_have_lost_path(&self) -> bool {
+        self.is_known_to_fail() || self.fails() && self.failures >= SUSPECTED_AFTER
+    }
+
     fn is_due(&self, now: Instant) -> bool {
         self.fails() && !self.is_probed && now >= self.due
     }
@@ -303,10 +312,11 @@ impl GroupHealth {
         endpoints.find(|one| one.is_due(now)).map(|one| one.endpoint)
     }
 
-    /// Whether the group is known to fail at this endpoint. `Some(true)` if streams of the group may have lost their path, too.
+    /// Whether watches of the group should leave this endpoint. `Some(true)` if it is known that their streams may have lost
+    /// their path, too.
     pub fn fails_at(&self, group: &str, endpoint: EndpointKey) -> Option<bool> {
         let one = self.0.get(group)?.endpoints.iter().find(|one| one.endpoint == endpoint)?;
-        one.is_known_to_fail().then_some(one.evidence == Evidence::Silence)
+        one.may_have_lost_path().then_some(one.evidence == Evidence::Silence)
     }
 
     /// A safe request of the group was sent to this endpoint. Returns whether it is the probe, whose end the caller reports:
@@ -351,7 +361,7 @@ impl GroupHealth {
             (one.since, one.failures, one.evidence) = (now, 0, Evidence::Suspicion);
             one.is_resumed = one.pause.failures() > 0;
         }
-        let was_known = one.is_known_to_fail();
+        let (was_known, was_left) = (one.is_known_to_fail(), one.may_have_lost_path());
         one.evidence = match is_silent {
             false => Evidence::Answer,
             true if is_probe || was_known => Evidence::Silence,
@@ -363,7 +373,9 @@ impl GroupHealth {
         }
         one.failures += 1;
         (one.last_failure, one.reason) = (now, reason.into());
+        let is_left = one.may_have_lost_path() && !was_left;
         Some(match (one.is_known_to_fail() && !was_known, one.is_resumed) {
+            (false, false) if is_left => GroupNews::Suspected,
             (false, _) => GroupNews::None,
             (true, false) => GroupNews::Fails,
             (true, true) => GroupNews::FailsAgain,

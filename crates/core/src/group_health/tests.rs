@@ -178,12 +178,17 @@ fn answer_to_an_older_request_does_not_end_a_failure() {
 fn silence_is_a_suspicion_until_the_probe_is_silent() {
     let silent = |is_probe| GroupFailure { is_silent: true, ..failure(is_probe) };
     let (mut health, start) = (GroupHealth::default(), Instant::now());
-    for at in [0, 1] {
+    for (at, expected, fails) in [
+        (0, GroupNews::None, None),
+        (1, GroupNews::Suspected, Some(false)),
+        (2, GroupNews::None, Some(false)),
+    ] {
         let news = health.failed(GROUP, A, silent(false), start + at * MS);
-        assert_eq!(news, Some(GroupNews::None), "{at}");
+        assert_eq!(news, Some(expected), "{at}");
+        assert_eq!(health.fails_at(GROUP, A), fails, "{at}");
     }
     assert_eq!(health.avoided(GROUP), [A]);
-    assert_eq!((health.fails_at(GROUP, A), health.failing().len()), (None, 0));
+    assert_eq!(health.failing().len(), 0);
     let due = start + FIRST_PAUSE;
     assert!(health.sent(GROUP, A, due));
     assert_eq!(health.failed(GROUP, A, silent(true), due), Some(GroupNews::Fails));

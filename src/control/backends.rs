@@ -94,9 +94,17 @@ async fn step(
     let is_due = address.next_survey.is_none_or(|at| clock::now() >= at);
     // A new address is examined when it serves, so that it serves first.
     let serves = endpoints_of(upstream, name).iter().any(|one| one.state() == EndpointState::Ready);
-    if is_due && (serves || address.next_survey.is_some()) {
-        survey(upstream, name, address).await;
-        address.next_survey = Some(clock::now() + REFRESH.mul_f64(0.8 + 0.4 * fastrand::f64()));
+    let is_split = !writer.members(name).is_empty();
+    if is_due && (serves || is_split || address.next_survey.is_some()) {
+        let has_reached_any = survey(upstream, name, address).await;
+        let pause = REFRESH.mul_f64(0.8 + 0.4 * fastrand::f64());
+        address.next_survey = Some(
+            clock::now() + if has_reached_any { pause } else { search_pause(address.searches) },
+        );
+        // The set or the configuration may have changed meanwhile.
+        if !examined(upstream, writer).contains(name) {
+            return;
+        }
     }
     for _ in 0..=MOST {
         let members = members(upstream, writer, name);
@@ -107,8 +115,9 @@ async fn step(
                 break;
             }
             Some(MemberChange::Survey) => {
-                let due = clock::now()
-                    + SEARCH.after(address.searches).random_pause(&mut fastrand::Rng::new());
+                // While none serves, all clients wait for one.
+                let serve = members.iter().any(Member::serves);
+                let due = clock::now() + search_pause(if serve { address.searches } else { 0 });
                 if is_due {
                     address.searches = address.searches.saturating_add(1);
                 }
@@ -124,6 +133,11 @@ async fn step(
             }
         }
     }
+}
+
+/// The pause after this number of surveys in a row that have not found what was missing.
+fn search_pause(searches: u32) -> Duration {
+    SEARCH.after(searches).random_pause(&mut fastrand::Rng::new())
 }
 
 /// The endpoints of an address.
@@ -156,22 +170,28 @@ fn condition(endpoint: Option<&Arc<Endpoint>>, now: Instant) -> MemberCondition 
     }
 }
 
-/// Opens connections, and reads which backends they have reached.
-async fn survey(upstream: &Arc<Upstream>, name: &EndpointIdentity, address: &mut Address) {
-    let Some(endpoint) = endpoints_of(upstream, name).into_iter().next() else { return };
-    let Some(tls) = upstream.credentials.tls(CredentialClass::Probe) else { return };
+/// Opens connections, and reads which backends they have reached. Returns whether they have reached any.
+async fn survey(upstream: &Arc<Upstream>, name: &EndpointIdentity, address: &mut Address) -> bool {
+    let Some(endpoint) = endpoints_of(upstream, name).into_iter().next() else { return false };
+    let Some(tls) = upstream.credentials.tls(CredentialClass::Probe) else { return false };
     let credential = token(upstream, CredentialClass::Probe, &tls);
-    address.known.begin_survey(clock::now());
-    let connector = upstream.connector();
+    let (began, connector) = (clock::now(), upstream.connector());
     let one = || async {
         let limit = ConnectTimeout::fixed(CONNECT_LIMIT);
         let mut dialed = dial_h2(&connector, &endpoint, &tls, limit, 1).await.ok()?;
         Some(observe(&mut dialed, &endpoint, &credential).await)
     };
-    for observed in join_all((0..SURVEY).map(|_| one())).await.into_iter().flatten() {
+    let observed: Vec<_> =
+        join_all((0..SURVEY).map(|_| one())).await.into_iter().flatten().collect();
+    if observed.is_empty() {
+        return false;
+    }
+    address.known.begin_survey(began);
+    for observed in observed {
         address.known.observe(observed, clock::now());
     }
     report(upstream, name, &address.known);
+    true
 }
 
 fn report(upstream: &Upstream, name: &EndpointIdentity, known: &KnownBackends) {

@@ -11,7 +11,7 @@ use serde::Serialize;
 #[derive(Debug, Default)]
 pub struct AddressBackends {
     addresses: Mutex<BTreeMap<String, BalancerStatus>>,
-    /// The connects to each address that may reach other backends than the wanted one.
+    /// The connects for each endpoint that may reach other backends than the wanted one, by its label.
     searches: Mutex<BTreeMap<String, SearchBudget>>,
 }
 
@@ -51,7 +51,9 @@ impl AddressBackends {
     /// Forgets all other addresses.
     pub fn retain(&self, is_wanted: impl Fn(&str) -> bool) {
         lock(&self.addresses).retain(|address, _| is_wanted(address));
-        lock(&self.searches).retain(|address, _| is_wanted(address));
+        let address_of =
+            |label: &str| label.split_once('/').map_or(label, |(address, _)| address).to_owned();
+        lock(&self.searches).retain(|label, _| is_wanted(&address_of(label)));
     }
 
     /// All addresses that were examined, in alphabetical order.
@@ -59,13 +61,13 @@ impl AddressBackends {
         lock(&self.addresses).values().cloned().collect()
     }
 
-    /// Whether another connect to the address may be made for a backend that the one before has not reached.
-    pub fn may_search(&self, address: &str) -> bool {
+    /// Whether another connect may be made for the endpoint with this label, which the one before has not reached.
+    pub fn may_search(&self, label: &str) -> bool {
         let mut searches = lock(&self.searches);
-        if !searches.contains_key(address) {
-            searches.insert(address.to_owned(), SearchBudget::new());
+        if !searches.contains_key(label) {
+            searches.insert(label.to_owned(), SearchBudget::new());
         }
-        searches.get_mut(address).is_some_and(|budget| budget.take(clock::now()))
+        searches.get_mut(label).is_some_and(|budget| budget.take(clock::now()))
     }
 }
 

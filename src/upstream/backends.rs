@@ -99,17 +99,20 @@ async fn search<T>(
         let connected = connect(limit).await?;
         return connected.ok_or_else(|| reached_others(endpoint, 1));
     }
-    let (address, deadline) = (endpoint.address.to_string(), clock::now() + limit.limit());
+    let deadline = clock::now() + limit.limit();
+    // An overloaded apiserver gets more time with each failure in a row.
+    let try_limit = TRY_LIMIT.max(limit.limit() / 3);
     let mut failure = None;
     for tries in 1..=MAX_TRIES {
         // Without a usable endpoint, all clients wait for one.
-        if tries > 1 && upstream.is_usable() && !upstream.backends.may_search(&address) {
+        if tries > 1 && upstream.is_usable() && !upstream.backends.may_search(&endpoint.label) {
             break;
         }
-        let left = deadline.saturating_duration_since(clock::now()).min(TRY_LIMIT);
+        let left = deadline.saturating_duration_since(clock::now()).min(try_limit);
         match connect(ConnectTimeout::fixed(left)).await {
             Ok(Some(connected)) => return Ok(connected),
             Ok(None) => failure = Some(reached_others(endpoint, tries)),
+            Err(failed) if failed.kind == ConnectFailureKind::LocalShortage => return Err(failed),
             Err(failed) => failure = failure.or(Some(failed)),
         }
         if clock::now() >= deadline {
@@ -120,7 +123,8 @@ async fn search<T>(
 }
 
 fn reached_others(endpoint: &Endpoint, tries: usize) -> ConnectFailure {
-    let reason = format!("none of {tries} connections to {} has reached it", endpoint.address);
+    let reason =
+        format!("no connection of {tries} to {} has reached this apiserver", endpoint.address);
     ConnectFailure::new(ConnectFailureKind::Failed, reason)
 }
 

@@ -1,7 +1,7 @@
 //! The apiservers behind one address: a load balancer, a virtual IP address, or a name that leads to one.
 //!
 //! A connection to such an address reaches one of them, its *backend*. jackstay opens a few connections (a *survey*), reads
-//! who has answered, and then treats each backend as an endpoint of its own: its connections are those that have reached it.
+//! which apiserver each has reached, and then treats each backend as an endpoint of its own: its connections are those that have reached it.
 //!
 //! # Which backend a connection has reached
 //!
@@ -27,10 +27,10 @@
 //! | fewer than [`WANTED`] of the endpoints serve, one has failed for [`REPLACE_AFTER`], there are fewer than [`MOST`], and another backend is present | that one becomes an endpoint |
 //! | the same, none is present | a survey |
 //! | an endpoint has failed for [`REMOVE_AFTER`], and [`WANTED`] others serve or a later survey has not found it | it is no endpoint any more |
-//! | an endpoint has failed, and a backend of its name is present that is another one | the same |
+//! | a backend of its name is present, and it is not | the same: its certificate was renewed, and no new connection would reach it |
 //! | more than [`WANTED`] have served for [`SURPLUS_AFTER`] | the one that was added last is no endpoint any more |
 //!
-//! So a node has connections to two backends, and to a third one only while one of them fails.
+//! So a node has connections to two backends, and to a third one only while one of them fails, and for a minute afterwards.
 
 use std::time::{Duration, Instant};
 
@@ -44,7 +44,7 @@ pub const REPLACE_AFTER: Duration = Duration::from_secs(1);
 pub const REMOVE_AFTER: Duration = Duration::from_secs(10);
 /// How long more backends than are wanted have served before one is given up.
 pub const SURPLUS_AFTER: Duration = Duration::from_secs(60);
-/// Connections of one survey. With three backends at random, all of them but one in a hundred surveys find a second one.
+/// Connections of one survey. With three backends at random, all surveys but one in 243 find a second one.
 pub const SURVEY: usize = 6;
 /// Connects to one backend in a row that may reach others. Of three at random, one in six hundred is not reached.
 pub const MAX_TRIES: usize = 16;
@@ -218,7 +218,8 @@ pub enum MemberCondition {
 }
 
 impl Member {
-    fn serves(&self) -> bool {
+    /// Whether its endpoint serves.
+    pub fn serves(&self) -> bool {
         matches!(self.condition, MemberCondition::Serves(_))
     }
 
@@ -262,9 +263,9 @@ pub fn next_change(
     }
     let serving = members.iter().filter(|member| member.serves()).count();
     let is_replaced = |member: &&Member| {
-        let is_successor =
-            |other: &&Backend| other.name == member.backend.name && other.id != member.backend.id;
-        !member.serves() && present.iter().any(|other| is_successor(&other))
+        let Backend { id, name } = &member.backend;
+        present.iter().any(|other| other.name == *name)
+            && present.iter().all(|other| other.id != *id)
     };
     let is_given_up = |member: &&Member| {
         let failed = member.failed_for(REMOVE_AFTER, now);

@@ -21,14 +21,14 @@ use std::time::Duration;
 
 use jackstay_core::probe::silence::SilenceDetector;
 use jackstay_sys::clock;
-use jackstay_sys::sockets::connector::Connector;
 use tokio::sync::Notify;
 use tokio::time::{sleep, sleep_until};
 
 use crate::upstream::Upstream;
+use crate::upstream::backends::{self, dial_backend};
 use crate::upstream::connection::{Connection, ConnectionState, DrainReason};
 use crate::upstream::credentials::{ClientTls, CredentialClass};
-use crate::upstream::dial::{DialedConnection, dial_h2};
+use crate::upstream::dial::DialedConnection;
 use crate::upstream::endpoint::{ConnectFailureKind, ConnectTimeout, Endpoint, Observation};
 
 /// Streams that the prober opens at a time on a connection: `/readyz`, `/livez`, `/version`, and questions about the lag
@@ -137,8 +137,7 @@ impl ReachabilityCheck {
         endpoint: &Arc<Endpoint>,
     ) {
         let Some(tls) = upstream.credentials.tls(CredentialClass::Probe) else { return };
-        let connector = upstream.connector();
-        let mut handshake = std::pin::pin!(handshake(&connector, endpoint, &tls));
+        let mut handshake = std::pin::pin!(handshake(upstream, endpoint, &tls));
         let mut detector = SilenceDetector::new(clock::now());
         let mut reported = false;
         loop {
@@ -175,13 +174,15 @@ impl ReachabilityCheck {
 /// Connects until an attempt succeeds. `None` if the server answers, but its certificate is not trusted or
 /// it does not speak HTTP/2; the prober reports that.
 async fn handshake(
-    connector: &Connector,
+    upstream: &Upstream,
     endpoint: &Arc<Endpoint>,
     tls: &ClientTls,
 ) -> Option<DialedConnection> {
     loop {
         let limit = ConnectTimeout::fixed(HANDSHAKE_TIMEOUT);
-        let failure = match dial_h2(connector, endpoint, tls, limit, PROBE_STREAMS).await {
+        let credential = backends::token(upstream, CredentialClass::Probe, tls);
+        let dial = dial_backend(upstream, (endpoint, tls), limit, PROBE_STREAMS, credential);
+        let failure = match dial.await {
             Ok(established) => return Some(established),
             Err(failure) => failure,
         };

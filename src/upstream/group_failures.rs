@@ -48,7 +48,7 @@ pub struct FailingGroupStatus {
     group: Box<str>,
     /// The address of the endpoint.
     endpoint: Box<str>,
-    /// The words of the apiserver.
+    /// The message of the apiserver.
     reason: Box<str>,
     /// When it began to fail, RFC 3339.
     since: String,

@@ -40,7 +40,7 @@ pub struct UnreachableWebhook {
     webhook: Box<str>,
     /// The address of the endpoint.
     endpoint: Box<str>,
-    /// The words of the apiserver.
+    /// The message of the apiserver.
     reason: Box<str>,
     /// When a response first said so, RFC 3339.
     since: String,
@@ -51,14 +51,14 @@ pub struct UnreachableWebhook {
 impl UnreachableWebhooks {
     /// Takes in the body of a response with status 500.
     pub fn look_at(&self, body: &[u8], endpoint: &Endpoint, to: Reporter<'_>) {
-        let Some((webhook, words)) = unreachable_webhook(body) else { return };
-        let (now, words) = (clock::now(), reason(words));
+        let Some((webhook, message)) = unreachable_webhook(body) else { return };
+        let (now, message) = (clock::now(), reason(message));
         let mut entries = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         entries.retain(|entry| now < entry.last + MEMORY);
         let is_same =
             |entry: &&mut Entry| *entry.webhook == *webhook && entry.endpoint == endpoint.label;
         if let Some(known) = entries.iter_mut().find(is_same) {
-            (known.last, known.reason) = (now, words.into());
+            (known.last, known.reason) = (now, message.into());
             known.failures += 1;
             return;
         }
@@ -68,7 +68,7 @@ impl UnreachableWebhooks {
         entries.push(Entry {
             webhook: webhook.into(),
             endpoint: Arc::clone(&endpoint.label),
-            reason: words.as_str().into(),
+            reason: message.as_str().into(),
             since: Utc(wall_clock()).seconds(),
             last: now,
             failures: 1,
@@ -81,7 +81,7 @@ impl UnreachableWebhooks {
             detail: "",
             from: "reached",
             to: "unreachable",
-            reason: &words,
+            reason: &message,
             effect: "requests that the apiserver rejects for this are forwarded, not repeated",
             bad: true,
         });

@@ -25,7 +25,7 @@
 //! | fails or is suspected, in its pause | prefer other endpoints | the pause is over: *due* |
 //! | due | one safe request prefers it, the probe; all others as in the pause | its answer: *works*; its failure: *fails*, for twice the pause, at most [`LONGEST_PAUSE`] |
 //!
-//! A group that fails at all endpoints is preferred at none: each request is sent once, and its client gets the words of the
+//! If a group fails at all endpoints, its requests prefer none. Each is sent once, and its client gets the response of the
 //! apiserver. Any answer to a request that was sent after the last failure ends the failure. If the group fails again within
 //! twice the pause, the pause goes on growing.
 
@@ -128,12 +128,12 @@ pub fn unreachable_webhook(body: &[u8]) -> Option<(&str, &[u8])> {
     let rest = rest.strip_prefix(b"\\").unwrap_or(rest).strip_prefix(b"\"")?;
     let end = rest.iter().position(|byte| matches!(byte, b'"' | b'\\'))?;
     let (name, rest) = rest.split_at(end);
-    let words = &rest[find(rest, b": Post ")? + 2..];
-    let words = &words[..end_of_text(words)];
+    let reason = &rest[find(rest, b": Post ")? + 2..];
+    let reason = &reason[..end_of_text(reason)];
     let is_name = |byte: &u8| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'-' | b'_');
     let name =
         std::str::from_utf8(name).ok().filter(|name| name.bytes().all(|byte| is_name(&byte)))?;
-    (1..=MAX_NAME).contains(&name.len()).then_some((name, words))
+    (1..=MAX_NAME).contains(&name.len()).then_some((name, reason))
 }
 
 /// The length of the text at the beginning: up to a quote that is not escaped, or a control byte.
@@ -155,7 +155,7 @@ fn find(body: &[u8], text: &[u8]) -> Option<usize> {
     body.windows(text.len()).position(|part| part == text)
 }
 
-/// The reason for a log line: the printable part of the words of an apiserver, or the message of its `Status` in JSON.
+/// The reason for a log line: the printable part of a message in text, or of the message of a `Status` in JSON.
 pub fn reason(body: &[u8]) -> String {
     let status = || serde_json::from_slice::<serde_json::Value>(body).ok();
     let message = status().and_then(|status| Some(status["message"].as_str()?.to_owned()));

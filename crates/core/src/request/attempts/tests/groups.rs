@@ -24,7 +24,7 @@ fn step_after_a_failed_group_asks_where_the_group_works_or_pauses() {
         check(kind, steps![failed_group()], "Rejection 503");
         check(kind, steps![unavailable()], "Rejection 503");
     }
-    // The client gets the words of the first endpoint.
+    // The client gets the response of the first endpoint.
     let second = with(failed(0, Stage::GroupFailed, 504), none_left);
     let twice = steps![failed_group(), granted(0), second];
     check(Read, twice, "Group, Retry, Send 0, Group, Rejection 503");

@@ -11,7 +11,8 @@ use std::time::{Duration, Instant};
 use futures_util::future::join_all;
 use jackstay_config::EndpointKind;
 use jackstay_core::backends::{
-    Kind, KnownBackends, MOST, Member, MemberChange, MemberCondition, SURVEY, next_change,
+    Kind, KnownBackends, MAX_ADDRESSES, MOST, Member, MemberChange, MemberCondition, SURVEY,
+    next_change,
 };
 use jackstay_core::backoff::Backoff;
 use jackstay_core::discovery::source::EndpointIdentity;
@@ -35,9 +36,8 @@ const SEARCH: Backoff =
     Backoff::new(Duration::from_secs(1), Duration::from_secs(300)).with_factors(0.8, 1.2);
 /// The mean pause between surveys otherwise.
 const REFRESH: Duration = Duration::from_secs(600);
-/// Number of addresses that are examined. With more of them, each is probably one apiserver.
-const MAX_ADDRESSES_AUTO: usize = 2;
-const MAX_ADDRESSES: usize = 8;
+/// Number of addresses that are examined with `kind: balancer`.
+const MAX_BALANCERS: usize = 8;
 
 /// What is known of one address.
 #[derive(Debug, Default)]
@@ -77,8 +77,8 @@ fn examined(upstream: &Upstream, writer: &EndpointSetWriter) -> Vec<EndpointIden
     let addresses = writer.addresses();
     let most = match config.kind {
         EndpointKind::Apiserver => 0,
-        EndpointKind::Auto => MAX_ADDRESSES_AUTO,
-        EndpointKind::Balancer => MAX_ADDRESSES,
+        EndpointKind::Auto => MAX_ADDRESSES,
+        EndpointKind::Balancer => MAX_BALANCERS,
     };
     let is_for_requests = config.used_by.terminate && !config.used_by.passthrough;
     if is_for_requests && addresses.len() <= most { addresses } else { Vec::new() }

@@ -5,7 +5,6 @@
 //! kernel sends a lost SYN again only after a second (RFC 6298 section 2, initial RTO).
 
 use std::future::poll_fn;
-use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io;
 use std::net::SocketAddr;
 use std::pin::Pin;
@@ -16,6 +15,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use h2::client::{Connection as H2Connection, SendRequest};
 use h2::{Ping, PingPong};
+use jackstay_core::backends;
 use jackstay_core::receive_windows::ReceiveWindows;
 use jackstay_core::request::hygiene::MAX_RESPONSE_HEAD;
 use jackstay_net::frame_limiter::{FrameLimiter, PeerFrames};
@@ -74,7 +74,7 @@ pub struct DialedConnection {
     pub windows: ReceiveWindows,
     /// Sends what `h2` has written. The caller polls it after each poll of `h2`.
     pub uncork: Uncork<UpstreamStream>,
-    /// A hash of the certificate that the server has shown; 0 if it has shown none.
+    /// The [`certificate_hash`] of this connection.
     pub certificate: u64,
     /// What the frames of the apiserver have shown.
     pub frames: PeerFrames,
@@ -105,10 +105,8 @@ pub async fn dial_h2(
                 ),
             ));
         }
-        let certificate = certificate_hash(&stream);
         let windows = ReceiveWindows::new(max_streams, tls.certificate.is_some());
-        let ponged = first_pong(stream, observer, (windows, max_streams)).await;
-        ponged.map(|dialed| DialedConnection { certificate, ..dialed }).map_err(|error| {
+        first_pong(stream, observer, (windows, max_streams)).await.map_err(|error| {
             let kind = if is_late_alert(&error) {
                 ConnectFailureKind::TlsFailed
             } else {
@@ -221,13 +219,10 @@ fn handshake_failure(address: SocketAddr, error: &io::Error) -> ConnectFailure {
     ConnectFailure::new(kind, format!("TLS to {address} failed: {text}"))
 }
 
-/// A hash of the certificate that the server has shown, which distinguishes the apiservers behind one address.
+/// [`backends::certificate_hash`] of the certificate that the server has shown; 0 if it has shown none.
 pub fn certificate_hash(stream: &UpstreamStream) -> u64 {
     let chain = stream.get_ref().1.peer_certificates();
-    let Some(certificate) = chain.and_then(|chain| chain.first()) else { return 0 };
-    let mut hasher = DefaultHasher::new();
-    certificate.hash(&mut hasher);
-    hasher.finish()
+    chain.and_then(|chain| chain.first()).map_or(0, |leaf| backends::certificate_hash(leaf))
 }
 
 /// Whether the server ended the handshake with the ALPN alert (RFC 7301 section 3.2). Other servers
@@ -253,6 +248,7 @@ async fn first_pong(
     observer: StreamObserver,
     (windows, max_streams): (ReceiveWindows, usize),
 ) -> Result<DialedConnection, io::Error> {
+    let certificate = certificate_hash(&stream);
     let (stream, uncork) = cork(stream);
     let (stream, frames) = FrameLimiter::of_server(stream, max_streams as u32);
     let (send, mut h2) = h2::client::Builder::new()
@@ -295,7 +291,7 @@ async fn first_pong(
         max_streams,
         windows,
         uncork,
-        certificate: 0,
+        certificate,
         frames,
         observer,
         rtt,

@@ -32,8 +32,12 @@
 //!
 //! So a node has connections to two backends, and to a third one only while one of them fails, and for a minute afterwards.
 
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::time::{Duration, Instant};
 
+/// Maximum number of addresses of an upstream that are examined unless it is configured as a balancer. With more of them,
+/// each is probably one apiserver.
+pub const MAX_ADDRESSES: usize = 2;
 /// Number of backends that are endpoints.
 pub const WANTED: usize = 2;
 /// Maximum number of backends that are endpoints at a time.
@@ -53,10 +57,17 @@ const MEMORY: Duration = Duration::from_secs(3600);
 /// Number of backends that are remembered. An address with more is one at which each connection shows something else.
 const MAX_BACKENDS: usize = 16;
 
+/// A hash of a serving certificate in DER, which distinguishes the apiservers behind one address.
+pub fn certificate_hash(der: &[u8]) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    der.hash(&mut hasher);
+    hasher.finish()
+}
+
 /// What a connection has shown of its backend.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ObservedBackend {
-    /// A hash of the serving certificate.
+    /// The [`certificate_hash`] of the serving certificate; 0 if none was shown.
     pub certificate: u64,
     /// The address that the apiserver advertises in `/api`; `None` if it was not read.
     pub address: Option<Box<str>>,

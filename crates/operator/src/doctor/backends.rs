@@ -1,21 +1,18 @@
 //! Finds out whether an address leads to several apiservers, as [`jackstay_core::backends`] tells them apart.
 
-use std::hash::{DefaultHasher, Hash, Hasher};
 use std::net::SocketAddr;
 use std::time::Instant;
 
 use http::StatusCode;
-use jackstay_core::backends::{Kind, KnownBackends, ObservedBackend, SURVEY, advertised_address};
+use jackstay_core::backends::{
+    Kind, KnownBackends, ObservedBackend, SURVEY, advertised_address, certificate_hash,
+};
 use jackstay_sys::clock;
 use tokio::time::timeout_at;
 
 use super::observations::{AddressBackends, AddressKind};
 use super::probe::{PeerConfig, ProbeConnection, StepTimer, get, open};
 use super::target::Target;
-
-/// The largest number of addresses that are examined, as with `kind: auto`. With more of them, each is probably one
-/// apiserver.
-pub(super) const MAX_ADDRESSES: usize = 2;
 
 /// Opens [`SURVEY`] connections to an address, one after the other, and reads which apiservers they have reached. What was
 /// not read until the deadline is left out.
@@ -48,9 +45,7 @@ impl BackendSurvey {
     /// Reads which apiserver a new connection has reached.
     pub(super) async fn observe(&mut self, opened: &mut ProbeConnection, peer: &PeerConfig) {
         let Some(certificate) = &opened.certificate else { return };
-        let mut hasher = DefaultHasher::new();
-        certificate.hash(&mut hasher);
-        let certificate = hasher.finish();
+        let certificate = certificate_hash(certificate);
         // An anonymous user may not read it.
         let address = if peer.authenticated { advertised(opened, peer).await } else { None };
         if self.connections == 0 {

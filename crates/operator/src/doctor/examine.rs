@@ -5,6 +5,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use futures_util::future::join_all;
 use futures_util::stream::{FuturesUnordered, StreamExt};
+use jackstay_core::backends::MAX_ADDRESSES;
 use jackstay_core::discovery::address::parse_ip;
 use jackstay_core::kubernetes_version::ServerVersion;
 use jackstay_net::tls::certificate::{CertInfo, Validity, cert_info};
@@ -66,7 +67,7 @@ async fn examine(plan: ExaminationPlan, resolver: Resolver, duration: Duration) 
     let began = clock::now();
     let until = began + duration;
     let addresses: usize = targets.iter().map(|(_, resolution)| resolution.addresses().len()).sum();
-    let examines_backends = addresses <= backends::MAX_ADDRESSES;
+    let examines_backends = addresses <= MAX_ADDRESSES;
     let examine_all = async |targets: &[(Target, Resolution)]| {
         join_all(targets.iter().map(|(target, resolution)| {
             let is_given = target.source == EndpointSource::Given;

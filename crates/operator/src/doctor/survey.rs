@@ -13,6 +13,7 @@ use std::time::Duration;
 use futures_util::future::join_all;
 use http::uri::Authority;
 use jackstay_config::api_root::ApiRoot;
+use jackstay_core::backends::MAX_ADDRESSES;
 use jackstay_core::discovery::address::tls_name;
 use jackstay_kubeconfig::ServerUrl;
 use jackstay_net::tls::certificate::X509Error;
@@ -195,7 +196,7 @@ pub fn survey(request: &SurveyRequest<'_>, resolver: Resolver) -> Result<Survey,
         let (mut own_survey, mut surveys) = tokio::join!(survey(&own, true), join_all(surveys));
         let addresses = own_survey.addresses.len()
             + surveys.iter().map(|survey| survey.addresses.len()).sum::<usize>();
-        if request.query_members && addresses <= backends::MAX_ADDRESSES {
+        if request.query_members && addresses <= MAX_ADDRESSES {
             let own = [(&own, &mut own_survey)].into_iter();
             join_all(own.chain(others.iter().zip(&mut surveys)).map(examine_backends)).await;
         }

@@ -255,7 +255,7 @@ pub fn client_error(
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
     use RequestKind::{Log, NonMutating, Read, Tunnel, Watch, Write};
     use Stage::{
@@ -263,7 +263,8 @@ mod tests {
         TooOld, Unanswered, Unprocessed,
     };
 
-    const STAGES: [Stage; 10] = [
+    /// All stages but [`Unanswered`], which only heartbeats have.
+    pub(in crate::request) const STAGES: [Stage; 10] = [
         NotSent,
         Unprocessed,
         TooOld,

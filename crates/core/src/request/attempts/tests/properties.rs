@@ -6,6 +6,7 @@ use fastrand::Rng;
 use proptest::prelude::*;
 
 use super::*;
+use crate::request::retry::tests::STAGES;
 
 /// Number of random inputs, after which everything that runs fails.
 const MAX_RANDOM: usize = 400;
@@ -159,23 +160,7 @@ impl Shell {
     }
 
     fn stage(&mut self) -> Stage {
-        use Stage::{
-            GroupFailed, GroupUnavailable, HeadHeld, NoHead, NotReached, NotSent, Rejected,
-            Starting, TooOld, Unprocessed,
-        };
-        let stages = [
-            NotSent,
-            Unprocessed,
-            TooOld,
-            NotReached,
-            Rejected,
-            Starting,
-            GroupFailed,
-            GroupUnavailable,
-            NoHead,
-            HeadHeld,
-        ];
-        stages[self.rng.usize(..stages.len())]
+        STAGES[self.rng.usize(..STAGES.len())]
     }
 
     fn fail(&mut self, attempt: usize, stage: Stage) -> TestInput {

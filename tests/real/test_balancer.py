@@ -272,7 +272,31 @@ class BalancerCase(LoadCase):
             record(f"{what}: {title}", value, unit)
 
 
-class ThroughHAProxy(BalancerCase, unittest.TestCase):
+class LongFormCase(BalancerCase):
+    """The faults that are long forms with each balancer."""
+
+    @long_form("test_jackstay has the fault without a balancer")
+    def test_apiserver_unreachable(self):
+        self.dark()
+
+    @long_form("test_apiserver_killed_and_restarted has connects that fail")
+    def test_arrival_while_an_apiserver_is_unreachable(self):
+        self.arriving()
+
+    @long_form("test_jackstay has the fault without a balancer")
+    def test_apiserver_stopped(self):
+        self.stopped()
+
+    @long_form("test_watch_cache has the fault without a balancer")
+    def test_watch_cache_lags(self):
+        self.lagging()
+
+    @long_form("a measurement of the behaviour with one endpoint")
+    def test_one_endpoint_cut_off_from_etcd(self):
+        self.one_endpoint()
+
+
+class ThroughHAProxy(LongFormCase, unittest.TestCase):
     BALANCER = HAProxy
 
     def test_established_flows_dropped(self):
@@ -285,32 +309,12 @@ class ThroughHAProxy(BalancerCase, unittest.TestCase):
     def test_apiserver_cut_off_from_etcd(self):
         self.cut_off_from_etcd()
 
-    @long_form("test_jackstay has the fault without a balancer")
-    def test_apiserver_unreachable(self):
-        self.dark()
-
-    @long_form("test_apiserver_killed_and_restarted has connects that fail")
-    def test_arrival_while_an_apiserver_is_unreachable(self):
-        self.arriving()
-
-    @long_form("test_jackstay has the fault without a balancer")
-    def test_apiserver_stopped(self):
-        self.stopped()
-
-    @long_form("test_watch_cache has the fault without a balancer")
-    def test_watch_cache_lags(self):
-        self.lagging()
-
     @long_form("a measurement of two minutes")
     def test_connections_of_a_node(self):
         self.healthy()
 
-    @long_form("a measurement of the behaviour with one endpoint")
-    def test_one_endpoint_cut_off_from_etcd(self):
-        self.one_endpoint()
 
-
-class ThroughNftables(BalancerCase, unittest.TestCase):
+class ThroughNftables(LongFormCase, unittest.TestCase):
     BALANCER, LISTENER = Nftables, 7553
 
     def test_apiserver_cut_off_from_etcd(self):
@@ -323,26 +327,6 @@ class ThroughNftables(BalancerCase, unittest.TestCase):
     @long_form("ThroughHAProxy.test_apiserver_killed_and_restarted")
     def test_apiserver_killed_and_restarted(self):
         self.killed_and_restarted()
-
-    @long_form("test_jackstay has the fault without a balancer")
-    def test_apiserver_unreachable(self):
-        self.dark()
-
-    @long_form("test_apiserver_killed_and_restarted has connects that fail")
-    def test_arrival_while_an_apiserver_is_unreachable(self):
-        self.arriving()
-
-    @long_form("test_jackstay has the fault without a balancer")
-    def test_apiserver_stopped(self):
-        self.stopped()
-
-    @long_form("test_watch_cache has the fault without a balancer")
-    def test_watch_cache_lags(self):
-        self.lagging()
-
-    @long_form("a measurement of the behaviour with one endpoint")
-    def test_one_endpoint_cut_off_from_etcd(self):
-        self.one_endpoint()
 
 
 @long_form("ThroughNftables.test_apiserver_cut_off_from_etcd has apiservers with a certificate each")

@@ -79,14 +79,14 @@ fn replace_members(
     let key = |endpoint: &Arc<Endpoint>| (identity(endpoint), endpoint.backend.clone());
     let mut old: HashMap<_, _> = before.iter().map(|e| (key(e), Arc::clone(e))).collect();
     let mut after: Vec<Arc<Endpoint>> = Vec::with_capacity(wanted.len());
-    for (spec, backend) in members.of_all(wanted) {
+    for (spec, backend, is_fallback) in members.of_all(wanted) {
         let name = spec.server_name.as_deref().unwrap_or(&spec.address.host);
         if ServerName::try_from(name).is_err() {
             change.refused.push(format!("{}: {name:?} cannot be verified", spec.address));
             continue;
         }
         if let Some(existing) = old.remove(&(spec.identity(), backend.cloned())) {
-            existing.set_fallback(spec.fallback);
+            existing.set_fallback(is_fallback);
             after.push(existing);
             continue;
         }
@@ -95,7 +95,7 @@ fn replace_members(
         match Endpoint::of_backend(&upstream.name, at, Some(name), metrics) {
             Ok(new) if after.iter().any(|other| key(other) == key(&new)) => {}
             Ok(new) => {
-                new.set_fallback(spec.fallback);
+                new.set_fallback(is_fallback);
                 change.joined.push(Arc::clone(&new));
                 after.push(new);
             }
@@ -127,8 +127,9 @@ fn specs(upstream: &Upstream) -> Vec<EndpointSpec> {
             server_name: (name != endpoint.address.host).then(|| name.into_owned()),
             fallback: endpoint.is_fallback(),
         };
-        if !specs.contains(&spec) {
-            specs.push(spec);
+        match specs.iter_mut().find(|other| other.identity() == spec.identity()) {
+            Some(other) => other.fallback &= spec.fallback,
+            None => specs.push(spec),
         }
     }
     specs
@@ -144,25 +145,33 @@ pub struct EndpointSetWriter {
     members: RefCell<BalancerMembers>,
 }
 
-/// The apiservers behind addresses that are endpoints of their own.
+/// The endpoints of one address.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct AddressMembers {
+    /// The apiservers behind it that are endpoints of their own.
+    pub backends: Vec<Backend>,
+    /// Whether the whole address is an endpoint. Besides backends it is a fallback.
+    pub is_whole: bool,
+}
+
+/// The addresses whose apiservers are endpoints of their own. Each other address is one endpoint.
 #[derive(Debug, Default)]
-pub struct BalancerMembers(HashMap<EndpointIdentity, Vec<Backend>>);
+struct BalancerMembers(HashMap<EndpointIdentity, AddressMembers>);
 
 impl BalancerMembers {
-    /// Those of one address. None means that the address is one endpoint.
-    pub fn of(&self, address: &EndpointIdentity) -> &[Backend] {
-        self.0.get(address).map_or(&[], Vec::as_slice)
-    }
-
-    /// The endpoints of these addresses.
+    /// The endpoints of these addresses, and whether each is a fallback.
     fn of_all<'a>(
         &'a self,
         wanted: &'a [EndpointSpec],
-    ) -> impl Iterator<Item = (&'a EndpointSpec, Option<&'a Backend>)> {
+    ) -> impl Iterator<Item = (&'a EndpointSpec, Option<&'a Backend>, bool)> {
         wanted.iter().flat_map(|spec| {
-            let members = self.of(&spec.identity());
-            let whole = members.is_empty().then_some((spec, None));
-            whole.into_iter().chain(members.iter().map(move |member| (spec, Some(member))))
+            let members = self.0.get(&spec.identity());
+            let backends = members.map_or(&[][..], |members| &members.backends);
+            let is_whole = members.is_none_or(|members| members.is_whole);
+            let is_fallback = spec.fallback || !backends.is_empty();
+            let whole = is_whole.then_some((spec, None, is_fallback));
+            let backends = backends.iter().map(move |backend| (spec, Some(backend), spec.fallback));
+            backends.chain(whole)
         })
     }
 }
@@ -187,15 +196,23 @@ impl EndpointSetWriter {
         self.update();
     }
 
-    /// Makes these apiservers behind an address its endpoints. None means that the address is one endpoint.
-    pub fn set_members(&self, address: &EndpointIdentity, members: Vec<Backend>) {
+    /// Changes the endpoints of an address.
+    pub fn set_members(&self, address: &EndpointIdentity, members: AddressMembers) {
         self.members.borrow_mut().0.insert(address.clone(), members);
         self.update();
     }
 
-    /// The apiservers behind an address that are endpoints.
-    pub fn members(&self, address: &EndpointIdentity) -> Vec<Backend> {
-        self.members.borrow().of(address).to_vec()
+    /// Makes an address one endpoint.
+    pub fn join(&self, address: &EndpointIdentity) {
+        if self.members.borrow_mut().0.remove(address).is_some() {
+            self.update();
+        }
+    }
+
+    /// The endpoints of an address.
+    pub fn members(&self, address: &EndpointIdentity) -> AddressMembers {
+        let whole = || AddressMembers { backends: Vec::new(), is_whole: true };
+        self.members.borrow().0.get(address).cloned().unwrap_or_else(whole)
     }
 
     /// The addresses of the set.

@@ -1,6 +1,7 @@
 //! What is behind the addresses of one upstream.
 
 use std::collections::BTreeMap;
+use std::mem;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use jackstay_core::backends::{Kind, SearchBudget};
@@ -20,22 +21,18 @@ pub struct AddressBackends {
 pub struct BalancerStatus {
     /// The address.
     pub address: String,
-    /// `apiserver`, `balancer`, or `unreliable` if each connection shows something else.
-    pub kind: &'static str,
+    /// What connections have reached.
+    pub kind: Kind,
+    /// Whether the last survey has reached an apiserver.
+    pub reached: bool,
     /// The names of the apiservers that connections have reached.
     pub backends: Vec<String>,
 }
 
 impl BalancerStatus {
-    /// The status of an address.
+    /// The status of an address that has been reached.
     pub fn new(address: String, kind: Kind, backends: Vec<String>) -> Self {
-        let kind = match kind {
-            Kind::Unknown => "unknown",
-            Kind::One => "apiserver",
-            Kind::Several(_) => "balancer",
-            Kind::Unreliable => "unreliable",
-        };
-        Self { address, kind, backends }
+        Self { address, kind, reached: true, backends }
     }
 }
 
@@ -48,17 +45,33 @@ impl AddressBackends {
         is_new
     }
 
-    /// Forgets all other addresses.
-    pub fn retain(&self, is_wanted: impl Fn(&str) -> bool) {
-        lock(&self.addresses).retain(|address, _| is_wanted(address));
-        let address_of =
-            |label: &str| label.split_once('/').map_or(label, |(address, _)| address).to_owned();
-        lock(&self.searches).retain(|label, _| is_wanted(&address_of(label)));
+    /// Records that a survey of an address has reached nothing.
+    pub fn set_dark(&self, address: &str) {
+        if let Some(status) = lock(&self.addresses).get_mut(address) {
+            status.reached = false;
+        }
     }
 
-    /// All addresses that were examined, in alphabetical order.
+    /// Sets which addresses are examined. Forgets all others.
+    pub fn set_examined<'a>(&self, addresses: impl Iterator<Item = &'a str>) {
+        let mut all = lock(&self.addresses);
+        let mut before = mem::take(&mut *all);
+        for address in addresses {
+            let new = || BalancerStatus::new(address.to_owned(), Kind::Unknown, Vec::new());
+            all.insert(address.to_owned(), before.remove(address).unwrap_or_else(new));
+        }
+        let address_of = |label: &str| label.split_once('/').map_or(label, |at| at.0).to_owned();
+        lock(&self.searches).retain(|label, _| all.contains_key(&address_of(label)));
+    }
+
+    /// All addresses that are examined, in alphabetical order.
     pub fn list(&self) -> Vec<BalancerStatus> {
         lock(&self.addresses).values().cloned().collect()
+    }
+
+    /// What is known of an address; `None` if it is not examined.
+    pub fn kind(&self, address: &str) -> Option<Kind> {
+        Some(lock(&self.addresses).get(address)?.kind)
     }
 
     /// Whether another connect may be made for the endpoint with this label, which the one before has not reached.

@@ -1,5 +1,6 @@
 //! Recognises which apiserver behind an address a connection has reached ([`jackstay_core::backends`]).
 
+use std::cell::Cell;
 use std::future::poll_fn;
 use std::pin::pin;
 use std::task::Poll;
@@ -9,10 +10,12 @@ use bytes::BytesMut;
 use http::{HeaderValue, Request, StatusCode};
 use jackstay_core::backends::{BackendId, MAX_TRIES, ObservedBackend, advertised_address};
 use jackstay_core::credential_class::CredentialClass;
+use jackstay_core::request::start_up::is_refusal;
 use jackstay_sys::clock;
 use jackstay_sys::sockets::tracked_stream::StreamObserver;
 use tokio::time::timeout;
 
+use super::connect_race::race;
 use super::credentials::ClientTls;
 use super::dial::{DialedConnection, UpstreamStream, certificate_hash, dial_h2, dial_http1};
 use super::endpoint::{ConnectFailure, ConnectFailureKind, ConnectTimeout, Endpoint};
@@ -21,8 +24,10 @@ use super::shared::Upstream;
 
 /// How long an apiserver may take to say at which address it is reached.
 const ANSWER_LIMIT: Duration = Duration::from_secs(1);
-/// How long one of several connects may take.
-const TRY_LIMIT: Duration = Duration::from_secs(1);
+/// How long a connect may take until a further one races it.
+const RACE_AFTER: Duration = Duration::from_millis(500);
+/// Maximum number of connects that race each other.
+const MAX_RACING: usize = 3;
 /// Maximum length of that answer, in bytes.
 const MAX_ANSWER: usize = 16 * 1024;
 
@@ -35,6 +40,18 @@ pub enum QuestionCredential {
     Token(HeaderValue),
     /// None: the apiserver would end the connection after an anonymous question.
     None,
+}
+
+impl QuestionCredential {
+    /// The token to send, if any; `None` if nothing may be asked.
+    #[expect(clippy::option_option, reason = "the certificate is a credential without a token")]
+    fn token(&self) -> Option<Option<HeaderValue>> {
+        match self {
+            Self::Certificate => Some(None),
+            Self::Token(token) => Some(Some(token.clone())),
+            Self::None => None,
+        }
+    }
 }
 
 /// The credential of questions on a new connection of this class.
@@ -88,38 +105,61 @@ pub async fn dial_backend_http1(
     .await
 }
 
-/// Connects until a connection has reached the backend of the endpoint. A connect that fails may have reached another one.
+/// Connects until a connection has reached the backend of the endpoint. A connect that fails may have reached another one,
+/// and so may one that takes long: then a further one races it.
 async fn search<T>(
     upstream: &Upstream,
     endpoint: &Endpoint,
     limit: ConnectTimeout,
     connect: impl AsyncFn(ConnectTimeout) -> Result<Option<T>, ConnectFailure>,
 ) -> Result<T, ConnectFailure> {
-    if endpoint.backend.is_none() {
-        let connected = connect(limit).await?;
-        return connected.ok_or_else(|| reached_others(endpoint, 1));
-    }
+    let is_several = match upstream.backends.kind(&endpoint.address.to_string()) {
+        _ if endpoint.backend.is_some() => true,
+        Some(kind) => kind.is_several(),
+        None => return connect(limit).await?.ok_or_else(|| reached_others(endpoint, 1)),
+    };
     let deadline = clock::now() + limit.limit();
+    let (mut tries, mut failures, others) = (0, Vec::new(), Cell::new(0));
+    let next = |failures: &[ConnectFailure]| {
+        let left = deadline.saturating_duration_since(clock::now());
+        let may_follow = || {
+            // An address that may be one apiserver is not asked more often after a failure.
+            (is_several || failures.is_empty())
+                && tries < MAX_TRIES
+                && tries - failures.len() < MAX_RACING
+                && !left.is_zero()
+                && !failures.iter().any(is_short)
+                // Without a usable endpoint, all clients wait for one.
+                && (!upstream.is_usable() || upstream.backends.may_search(&endpoint.label))
+        };
+        if tries > 0 && !may_follow() {
+            return None;
+        }
+        let limit = if tries == 0 { limit } else { ConnectTimeout::fixed(left) };
+        tries += 1;
+        let (connect, others) = (&connect, &others);
+        Some(async move {
+            connect(limit).await?.ok_or_else(|| {
+                others.set(others.get() + 1);
+                reached_others(endpoint, others.get())
+            })
+        })
+    };
     // An overloaded apiserver gets more time with each failure in a row.
-    let try_limit = TRY_LIMIT.max(limit.limit() / 3);
-    let mut failure = None;
-    for tries in 1..=MAX_TRIES {
-        // Without a usable endpoint, all clients wait for one.
-        if tries > 1 && upstream.is_usable() && !upstream.backends.may_search(&endpoint.label) {
-            break;
-        }
-        let left = deadline.saturating_duration_since(clock::now()).min(try_limit);
-        match connect(ConnectTimeout::fixed(left)).await {
-            Ok(Some(connected)) => return Ok(connected),
-            Ok(None) => failure = Some(reached_others(endpoint, tries)),
-            Err(failed) if failed.kind == ConnectFailureKind::LocalShortage => return Err(failed),
-            Err(failed) => failure = failure.or(Some(failed)),
-        }
-        if clock::now() >= deadline {
-            break;
-        }
+    let pause = || RACE_AFTER.max(limit.limit() / 6);
+    if let Some(connected) = race(next, pause, &mut failures).await {
+        return Ok(connected);
     }
-    Err(failure.unwrap_or_else(|| reached_others(endpoint, 0)))
+    let shortage = failures.iter().position(is_short);
+    match shortage {
+        None if others.get() > 0 => Err(reached_others(endpoint, others.get())),
+        _ => Err(failures.swap_remove(shortage.unwrap_or_default())),
+    }
+}
+
+/// Whether a connect has failed by a shortage of this host.
+fn is_short(failure: &ConnectFailure) -> bool {
+    failure.kind == ConnectFailureKind::LocalShortage
 }
 
 fn reached_others(endpoint: &Endpoint, tries: usize) -> ConnectFailure {
@@ -138,11 +178,23 @@ async fn has_reached(
     let credential = match backend.id {
         BackendId::Certificate(_) => &QuestionCredential::None,
         BackendId::Address(_) => credential,
+        BackendId::Indistinct(_) => return is_ready(dialed, endpoint, credential).await,
     };
     let observed = observe(dialed, endpoint, credential).await;
     // Without a credential the connection is judged by what its requests show. One that does not answer is not taken.
     let is_asked = !matches!(credential, QuestionCredential::None);
     backend.id.is(&observed).unwrap_or(!is_asked)
+}
+
+/// Whether the apiserver of a new connection is ready, as far as the credential shows.
+async fn is_ready(
+    dialed: &mut DialedConnection,
+    endpoint: &Endpoint,
+    credential: &QuestionCredential,
+) -> bool {
+    let Some(token) = credential.token() else { return true };
+    let answer = ask(dialed, question::get(endpoint, "/readyz", token)).await;
+    answer.is_some_and(|(status, _)| status == StatusCode::OK || is_refusal(status.as_u16()))
 }
 
 /// What a new connection shows of its backend.
@@ -152,25 +204,32 @@ pub async fn observe(
     credential: &QuestionCredential,
 ) -> ObservedBackend {
     let certificate = dialed.certificate;
-    let token = match credential {
-        QuestionCredential::None => return ObservedBackend { certificate, address: None },
-        QuestionCredential::Certificate => None,
-        QuestionCredential::Token(token) => Some(token.clone()),
+    let Some(token) = credential.token() else {
+        return ObservedBackend { certificate, address: None };
     };
-    let request = question::get(endpoint, "/api", token);
-    let answer = timeout(ANSWER_LIMIT, fetch(dialed, request)).await;
-    let body = answer.ok().flatten();
+    let answer = ask(dialed, question::get(endpoint, "/api", token)).await;
+    let body = answer.filter(|(status, _)| *status == StatusCode::OK).map(|(_, body)| body);
     ObservedBackend { certificate, address: body.and_then(|body| advertised_address(&body)) }
 }
 
-/// Sends a request on a connection that nothing else drives yet. Returns the body of a 200.
-async fn fetch(dialed: &mut DialedConnection, request: Request<()>) -> Option<BytesMut> {
+/// Sends a request on a connection that nothing else drives yet. Returns the answer, if it comes in time.
+async fn ask(
+    dialed: &mut DialedConnection,
+    request: Request<()>,
+) -> Option<(StatusCode, BytesMut)> {
+    timeout(ANSWER_LIMIT, exchange(dialed, request)).await.ok()?
+}
+
+async fn exchange(
+    dialed: &mut DialedConnection,
+    request: Request<()>,
+) -> Option<(StatusCode, BytesMut)> {
     let DialedConnection { send, h2, uncork, .. } = dialed;
     let mut send = send.clone();
     let mut exchange = pin!(async move {
         let (response, _) = send.send_request(request, true).ok()?;
         let response = response.await.ok()?;
-        let is_ok = response.status() == StatusCode::OK;
+        let status = response.status();
         let mut recv = response.into_body();
         let mut body = BytesMut::new();
         while let Some(data) = recv.data().await {
@@ -181,11 +240,11 @@ async fn fetch(dialed: &mut DialedConnection, request: Request<()>) -> Option<By
                 return None;
             }
         }
-        is_ok.then_some(body)
+        Some((status, body))
     });
     poll_fn(|cx| {
-        if let Poll::Ready(body) = exchange.as_mut().poll(cx) {
-            return Poll::Ready(body);
+        if let Poll::Ready(answer) = exchange.as_mut().poll(cx) {
+            return Poll::Ready(answer);
         }
         if std::pin::Pin::new(&mut *h2).poll(cx).is_ready() {
             return Poll::Ready(None);

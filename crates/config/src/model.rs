@@ -214,9 +214,9 @@ pub enum ConsistentReads {
 #[serde(rename_all = "lowercase")]
 pub enum EndpointKind {
     /// One or two endpoints are examined: connections to a load balancer reach different apiservers.
+    #[default]
     Auto,
     /// Each endpoint is one apiserver.
-    #[default]
     Apiserver,
     /// Each endpoint is a load balancer, a virtual IP address, or another address of several apiservers.
     Balancer,

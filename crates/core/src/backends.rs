@@ -10,10 +10,14 @@
 //! | serving certificate | each apiserver has its own, as with kubeadm | nothing |
 //! | `serverAddressByClientCIDRs` of `/api` | each advertises its own address: `--external-hostname` is not set (`k8s.io/apiserver/pkg/endpoints/discovery/legacy.go`) | a credential |
 //!
-//! The certificate is preferred, because it also distinguishes connections without a credential. TLS sessions and audit IDs
-//! name no process. Backends that differ in neither are one endpoint, as without this module.
+//! The certificate is preferred, because it also distinguishes connections without a credential, unless one was shown by
+//! two advertised addresses. TLS sessions and audit IDs name no process.
 //!
 //! A name that both have had is that of one apiserver: a renewed certificate makes another backend of the same name.
+//!
+//! Backends that differ in neither are [indistinct](BackendId::Indistinct). If the address is configured as a balancer, each
+//! connection is then judged by its own `/readyz`, and the endpoints are sets of such connections. Otherwise the address is
+//! one endpoint, as without this module.
 //!
 //! # Which backends are endpoints
 //!
@@ -26,14 +30,19 @@
 //! | fewer than [`WANTED`] backends are endpoints, another one is present | that one becomes an endpoint |
 //! | fewer than [`WANTED`] of the endpoints serve, one has failed for [`REPLACE_AFTER`], there are fewer than [`MOST`], and another backend is present | that one becomes an endpoint |
 //! | the same, none is present | a survey |
-//! | an endpoint has failed for [`REMOVE_AFTER`], and [`WANTED`] others serve or a later survey has not found it | it is no endpoint any more |
+//! | an endpoint has failed for [`REMOVE_AFTER`], and [`WANTED`] others serve, or a later survey has not found it, or there are [`MOST`] and another one is present | it is no endpoint any more |
 //! | a backend of its name is present, and it is not | the same: its certificate was renewed, and no new connection would reach it |
+//! | backends are recognised by another feature now | the same |
 //! | more than [`WANTED`] have served for [`SURPLUS_AFTER`] | the one that was added last is no endpoint any more |
 //!
 //! So a node has connections to two backends, and to a third one only while one of them fails, and for a minute afterwards.
+//! While none of them serves, the whole address is an endpoint, too ([`keeps_whole`]).
 
 use std::hash::{DefaultHasher, Hash, Hasher};
+use std::mem;
 use std::time::{Duration, Instant};
+
+use serde::{Serialize, Serializer};
 
 /// Maximum number of addresses of an upstream that are examined unless it is configured as a balancer. With more of them,
 /// each is probably one apiserver.
@@ -80,6 +89,8 @@ pub enum BackendId {
     Certificate(u64),
     /// The address that it advertises.
     Address(Box<str>),
+    /// Nothing: any apiserver of the address, in one of several sets of connections.
+    Indistinct(u8),
 }
 
 impl BackendId {
@@ -88,7 +99,13 @@ impl BackendId {
         match self {
             Self::Certificate(certificate) => Some(*certificate == observed.certificate),
             Self::Address(address) => Some(*address == *observed.address.as_ref()?),
+            Self::Indistinct(_) => Some(true),
         }
+    }
+
+    /// Whether backends are recognised by the same feature.
+    fn is_like(&self, other: &Self) -> bool {
+        mem::discriminant(self) == mem::discriminant(other)
     }
 }
 
@@ -101,6 +118,18 @@ pub struct Backend {
     pub name: Box<str>,
 }
 
+impl Backend {
+    /// A set of connections to apiservers that cannot be told apart.
+    fn indistinct(number: u8) -> Self {
+        Self { id: BackendId::Indistinct(number), name: format!("any-{number}").into() }
+    }
+
+    /// Whether its connections may reach different apiservers.
+    pub fn is_indistinct(&self) -> bool {
+        matches!(self.id, BackendId::Indistinct(_))
+    }
+}
+
 /// The backends of one address that surveys have found.
 #[derive(Debug, Default)]
 pub struct KnownBackends {
@@ -108,6 +137,10 @@ pub struct KnownBackends {
     observed: Vec<(ObservedBackend, Instant)>,
     /// When the last survey has begun.
     surveyed_at: Option<Instant>,
+    /// When a survey has last found several that can be told apart.
+    several_at: Option<Instant>,
+    /// The address is configured as a balancer.
+    is_balancer: bool,
 }
 
 /// What the backends of an address are, for status and log.
@@ -119,19 +152,58 @@ pub enum Kind {
     One,
     /// They have reached this number of apiservers.
     Several(usize),
+    /// There may be several by the configuration, which cannot be told apart.
+    Indistinct,
     /// Each connection shows something else, so that backends cannot be recognised.
     Unreliable,
 }
 
+impl Kind {
+    /// Name in `/status` and in the report of `doctor`.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Unknown => "unknown",
+            Self::One => "apiserver",
+            Self::Several(_) => "balancer",
+            Self::Indistinct => "indistinct",
+            Self::Unreliable => "unreliable",
+        }
+    }
+
+    /// Whether connections to the address are known to reach different apiservers.
+    pub const fn is_several(self) -> bool {
+        matches!(self, Self::Several(_) | Self::Indistinct | Self::Unreliable)
+    }
+}
+
+impl Serialize for Kind {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(self.as_str())
+    }
+}
+
 impl KnownBackends {
+    /// Sets whether the address is configured as a balancer, behind which several apiservers are expected.
+    pub fn expect_several(&mut self, is_balancer: bool) {
+        self.is_balancer = is_balancer;
+    }
+
     /// A survey begins.
     pub fn begin_survey(&mut self, now: Instant) {
         self.observed.retain(|(_, last)| now < *last + MEMORY);
+        self.several_at = self.several_at.filter(|at| now < *at + MEMORY);
         self.surveyed_at = Some(now);
     }
 
     /// A connection of the survey has shown this.
     pub fn observe(&mut self, observed: ObservedBackend, now: Instant) {
+        self.record(observed, now);
+        if self.recognised().len() > 1 {
+            self.several_at = Some(now);
+        }
+    }
+
+    fn record(&mut self, observed: ObservedBackend, now: Instant) {
         // One that has not answered shows less of the same backend.
         let is_same = |known: &ObservedBackend| {
             known.certificate == observed.certificate
@@ -140,6 +212,18 @@ impl KnownBackends {
         if let Some(known) = self.observed.iter_mut().find(|(known, _)| is_same(known)) {
             *known = (observed, now);
             return;
+        }
+        if observed.address.is_none() {
+            let is_same = |known: &ObservedBackend| known.certificate == observed.certificate;
+            let mut same = self.observed.iter_mut().filter(|(known, _)| is_same(known));
+            match (same.next(), same.next()) {
+                (Some(_), Some(_)) => return,
+                (Some((_, last)), None) => {
+                    *last = now;
+                    return;
+                }
+                (None, _) => {}
+            }
         }
         if self.observed.len() == MAX_BACKENDS {
             let oldest = (0..MAX_BACKENDS).min_by_key(|index| self.observed[*index].1);
@@ -150,7 +234,9 @@ impl KnownBackends {
 
     /// What the backends are, by the last survey.
     pub fn kind(&self) -> Kind {
-        match self.present().len() {
+        let present = self.present();
+        match present.len() {
+            _ if present.iter().any(Backend::is_indistinct) => Kind::Indistinct,
             _ if self.is_unreliable() => Kind::Unreliable,
             0 => Kind::Unknown,
             1 => Kind::One,
@@ -158,37 +244,58 @@ impl KnownBackends {
         }
     }
 
-    /// The backends that the last survey has found, in the order in which they were found. One, if they cannot be told apart.
+    /// The backends that the last survey has found, in the order in which they were found. One, if they cannot be told
+    /// apart, or [`MOST`] indistinct ones behind a balancer.
     pub fn present(&self) -> Vec<Backend> {
-        let present = || {
+        let recognised = self.recognised();
+        let is_indistinct =
+            self.is_unreliable() || recognised.len() == 1 && self.several_at.is_none();
+        if self.is_balancer && is_indistinct {
+            return (1..).map(Backend::indistinct).take(MOST).collect();
+        }
+        recognised
+    }
+
+    /// The backends that the last survey has found, by what they have shown.
+    fn recognised(&self) -> Vec<Backend> {
+        let found = || {
             let since = self.surveyed_at;
             let found =
                 self.observed.iter().filter(move |(_, at)| since.is_some_and(|since| *at >= since));
             found.map(|(observed, _)| observed)
         };
-        let certificates = distinct(present().map(|one| Some(one.certificate)));
-        let addresses = distinct(present().map(|one| one.address.as_deref()));
+        let is_shared = self.shares_certificate();
+        let names_one = |observed: &ObservedBackend| {
+            is_shared
+                || found().all(|other| {
+                    other.address != observed.address || other.certificate == observed.certificate
+                })
+        };
         let mut backends: Vec<Backend> = Vec::new();
-        for observed in present() {
-            let address = observed.address.as_deref();
-            let id = if certificates >= addresses {
-                BackendId::Certificate(observed.certificate)
-            } else if let Some(address) = address {
-                BackendId::Address(address.into())
-            } else {
-                continue;
+        for observed in found() {
+            let id = match &observed.address {
+                _ if !is_shared => BackendId::Certificate(observed.certificate),
+                Some(address) => BackendId::Address(address.clone()),
+                None => continue,
             };
-            // One address for all names none.
-            let hash = || format!("certificate-{:08x}", observed.certificate >> 32);
-            let name =
-                address.filter(|_| addresses >= certificates).map_or_else(hash, str::to_owned);
-            match backends.iter_mut().find(|backend| backend.id == id) {
-                Some(known) if address.is_some() => known.name = name.into(),
-                Some(_) => {}
-                None => backends.push(Backend { id, name: name.into() }),
+            if backends.iter().any(|backend| backend.id == id) {
+                continue;
             }
+            let hash = || format!("certificate-{:08x}", observed.certificate >> 32).into();
+            let address = observed.address.clone().filter(|_| names_one(observed));
+            backends.push(Backend { id, name: address.unwrap_or_else(hash) });
         }
         backends
+    }
+
+    /// Whether one certificate was shown with two addresses.
+    fn shares_certificate(&self) -> bool {
+        let shown = || self.observed.iter().filter(|(observed, _)| observed.address.is_some());
+        shown().any(|(one, _)| {
+            shown().any(|(other, _)| {
+                one.certificate == other.certificate && one.address != other.address
+            })
+        })
     }
 
     fn is_unreliable(&self) -> bool {
@@ -200,14 +307,6 @@ impl KnownBackends {
         self.surveyed_at.is_some_and(|at| at > since)
             && !self.present().iter().any(|present| present.id == backend.id)
     }
-}
-
-/// Number of different values.
-fn distinct<T: Ord>(values: impl Iterator<Item = Option<T>>) -> usize {
-    let mut values: Vec<_> = values.flatten().collect();
-    values.sort_unstable();
-    values.dedup();
-    values.len()
 }
 
 /// A backend that is an endpoint.
@@ -265,22 +364,32 @@ pub fn next_change(
     now: Instant,
 ) -> Option<MemberChange> {
     let remove = |member: &Member| Some(MemberChange::Remove(member.backend.clone()));
-    if known.is_unreliable() {
+    let present = known.present();
+    if known.kind() == Kind::Unreliable {
         return members.first().and_then(remove);
     }
-    let present = known.present();
     if present.len() < 2 && members.is_empty() {
         return None;
     }
+    let is_member = |backend: &&Backend| {
+        members
+            .iter()
+            .any(|member| member.backend.id == backend.id || member.backend.name == backend.name)
+    };
+    let other = present.iter().find(|backend| !is_member(backend));
     let serving = members.iter().filter(|member| member.serves()).count();
     let is_replaced = |member: &&Member| {
         let Backend { id, name } = &member.backend;
-        present.iter().any(|other| other.name == *name)
-            && present.iter().all(|other| other.id != *id)
+        let has_name = present.iter().any(|other| other.name == *name);
+        let is_unlike = !present.is_empty() && !present.iter().any(|other| other.id.is_like(id));
+        is_unlike || has_name && present.iter().all(|other| other.id != *id)
     };
     let is_given_up = |member: &&Member| {
         let failed = member.failed_for(REMOVE_AFTER, now);
-        failed.is_some_and(|since| serving >= WANTED || known.is_gone(&member.backend, since))
+        let is_full = members.len() == MOST && other.is_some();
+        failed.is_some_and(|since| {
+            serving >= WANTED || is_full || known.is_gone(&member.backend, since)
+        })
     };
     if let Some(old) = members.iter().find(|member| is_replaced(member) || is_given_up(member)) {
         return remove(old);
@@ -290,12 +399,6 @@ pub fn next_change(
             && members.len() < MOST
             && members.iter().any(|member| member.failed_for(REPLACE_AFTER, now).is_some());
     if is_missing {
-        let is_member = |backend: &&Backend| {
-            members.iter().any(|member| {
-                member.backend.id == backend.id || member.backend.name == backend.name
-            })
-        };
-        let other = present.iter().find(|backend| !is_member(backend));
         return Some(other.map_or(MemberChange::Survey, |other| MemberChange::Add(other.clone())));
     }
     let is_surplus = members.len() > WANTED
@@ -306,6 +409,14 @@ pub fn next_change(
     // A backend that fails and may be gone is looked for.
     let fails = members.iter().any(|member| member.failed_for(REMOVE_AFTER, now).is_some());
     fails.then_some(MemberChange::Survey)
+}
+
+/// Whether the whole address is an endpoint besides these members: until one has served for a while, and again when all have
+/// failed for [`REPLACE_AFTER`]. `is_whole`: whether it is one now.
+pub fn keeps_whole(is_whole: bool, members: &[Member], now: Instant) -> bool {
+    let is_served = members.iter().any(|member| member.serves_for(REPLACE_AFTER, now));
+    let has_failed = |member: &Member| member.failed_for(REPLACE_AFTER, now).is_some();
+    !is_served && (is_whole || members.iter().all(has_failed))
 }
 
 /// The connects to an address that may reach others than the wanted backend: a burst, and then one in an interval. A backend that

@@ -46,7 +46,7 @@ pub(super) fn read(node: &Node<'_>, references: &mut References) -> Upstream {
 
     let compression = fields.get("compression").one_of(Compression::Auto);
     let consistent_reads = fields.get("consistent_reads").one_of(ConsistentReads::Floor);
-    let kind = fields.get("kind").one_of(EndpointKind::Apiserver);
+    let kind = fields.get("kind").one_of(EndpointKind::Auto);
     let prefer = fields.get("prefer").one_of(EndpointPreference::None);
     let rebalance = fields.get("rebalance").flag(true);
     let version_preference = fields.get("version_preference").one_of(VersionPreference::None);

@@ -71,6 +71,82 @@ fn connection_is_of_a_backend_by_its_feature() {
 }
 
 #[test]
+fn feature_is_chosen_by_all_that_was_seen() {
+    let start = Instant::now();
+    let ids = |known: &KnownBackends| -> Vec<_> {
+        known.present().into_iter().map(|backend| backend.id).collect()
+    };
+    let address = |text: &str| BackendId::Address(text.into());
+    let mut shared = known(&[(1, "a"), (1, "b")], start);
+    // One is dark, and then the shared certificate is renewed on one after another.
+    let surveys = [
+        (&[(1, "a")][..], vec![address("a")]),
+        (&[(1, "a"), (2, "b")], vec![address("a"), address("b")]),
+        (&[(2, "a"), (2, "b")], vec![address("a"), address("b")]),
+        // Neither has answered.
+        (&[(2, "")], vec![]),
+    ];
+    for (survey, expected) in surveys {
+        let now = shared.surveyed_at.unwrap() + SECOND;
+        shared.begin_survey(now);
+        for (certificate, address) in survey {
+            shared.observe(observed(*certificate, address), now);
+        }
+        assert_eq!(ids(&shared), expected, "{survey:?}");
+    }
+    // An answer that is missing makes no other backend.
+    let own = known(&[(1, "a"), (1, ""), (2, "b"), (1, "")], start);
+    assert_eq!(own.observed.len(), 2);
+    assert_eq!(ids(&own), [BackendId::Certificate(1), BackendId::Certificate(2)]);
+}
+
+#[test]
+fn balancer_has_indistinct_backends_only_if_none_can_be_recognised() {
+    let start = Instant::now();
+    let expecting = |mut known: KnownBackends| {
+        known.expect_several(true);
+        known
+    };
+    let many: Vec<_> = (0..20).map(|number| (number, "a")).collect();
+    for (shown, kind) in [
+        (&[][..], Kind::Unknown),
+        (&[(1, "a"), (1, "a")], Kind::Indistinct),
+        (&[(1, ""), (1, "")], Kind::Indistinct),
+        (&[(1, "a"), (2, "b")], Kind::Several(2)),
+        (&many, Kind::Indistinct),
+    ] {
+        assert_eq!(expecting(known(shown, start)).kind(), kind, "{shown:?}");
+    }
+    let mut known = expecting(known(&[(1, "a"), (2, "b")], start));
+    known.begin_survey(start + SECOND);
+    known.observe(observed(1, "a"), start + SECOND);
+    assert_eq!(known.kind(), Kind::One, "the other one does not answer now");
+    known.begin_survey(start + MEMORY);
+    known.observe(observed(1, "a"), start + MEMORY);
+    assert_eq!(known.kind(), Kind::Indistinct, "nor for an hour");
+
+    let now = start + MEMORY;
+    let indistinct: Vec<_> = known.present();
+    assert_eq!(indistinct.len(), MOST);
+    assert!(indistinct.iter().all(Backend::is_indistinct));
+    assert_eq!(next_change(&known, &[], now), Some(MemberChange::Add(indistinct[0].clone())));
+    let members = indistinct[..WANTED].iter().map(|backend| Member {
+        backend: backend.clone(),
+        condition: MemberCondition::Serves(now),
+    });
+    let members: Vec<_> = members.collect();
+    assert_eq!(next_change(&known, &members, now), None);
+    // A second one shows itself, or the address is no balancer any more.
+    let removed = Some(MemberChange::Remove(indistinct[0].clone()));
+    known.observe(observed(2, "b"), now);
+    assert_eq!(next_change(&known, &members, now), removed);
+    known.begin_survey(now + SECOND);
+    known.observe(observed(1, "a"), now + SECOND);
+    known.expect_several(false);
+    assert_eq!(next_change(&known, &members, now), removed);
+}
+
+#[test]
 fn certificates_that_differ_on_each_connection_mean_nothing() {
     let now = Instant::now();
     let mut known = KnownBackends::default();
@@ -108,6 +184,7 @@ fn members_follow_the_table() {
     let start = Instant::now();
     let now = start + 100 * SECOND;
     let three = known(&[(1, "a"), (2, "b"), (3, "c")], now);
+    let four = known(&[(1, "a"), (2, "b"), (3, "c"), (4, "d")], now);
     let two = known(&[(1, "a"), (2, "b")], now);
     let one = known(&[(1, "a")], now);
     let old = known(&[(1, "a"), (2, "b"), (3, "c")], start);
@@ -138,6 +215,10 @@ fn members_follow_the_table() {
         (&three, &[(0, 5), (1, -10), (2, 5)], remove(1)),
         // All fail, and the last survey has found them, or was before that.
         (&old, &[(0, -20), (1, -20), (2, -20)], survey.clone()),
+        // The same, and there is a fourth one.
+        (&four, &[(0, -20), (1, -9), (2, -20)], remove(0)),
+        (&four, &[(0, -9), (1, -9), (2, -9)], None),
+        (&four, &[(1, -9), (2, -9)], add(0)),
         // The last survey has not found it.
         (&one, &[(0, 5), (1, -10)], remove(1)),
         (&one, &[(1, -10)], remove(1)),
@@ -148,6 +229,36 @@ fn members_follow_the_table() {
     ] {
         let members: Vec<_> = members.iter().map(member).collect();
         assert_eq!(next_change(known, &members, now), expected, "{members:?}");
+    }
+}
+
+#[test]
+fn whole_address_is_an_endpoint_while_no_backend_serves() {
+    let now = Instant::now() + 100 * SECOND;
+    let member = |seconds: i32| {
+        let since = now.checked_sub(seconds.unsigned_abs() * SECOND).unwrap();
+        let condition = if seconds > 0 {
+            MemberCondition::Serves(since)
+        } else {
+            MemberCondition::Fails(since)
+        };
+        Member { backend: Backend::indistinct(1), condition }
+    };
+    for (is_whole, members, expected) in [
+        (true, &[][..], true),
+        (false, &[], true),
+        // They have just been found.
+        (true, &[0, 0], true),
+        (true, &[0, 1], false),
+        // All fail.
+        (false, &[0, 0], false),
+        (false, &[-1, 0], false),
+        (false, &[-1, -1], true),
+        (true, &[-1, -1], true),
+        (false, &[-1, 5], false),
+    ] {
+        let members: Vec<_> = members.iter().copied().map(member).collect();
+        assert_eq!(keeps_whole(is_whole, &members, now), expected, "{is_whole} {members:?}");
     }
 }
 

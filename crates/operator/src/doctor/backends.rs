@@ -5,12 +5,12 @@ use std::time::Instant;
 
 use http::StatusCode;
 use jackstay_core::backends::{
-    Kind, KnownBackends, ObservedBackend, SURVEY, advertised_address, certificate_hash,
+    KnownBackends, ObservedBackend, SURVEY, advertised_address, certificate_hash,
 };
 use jackstay_sys::clock;
 use tokio::time::timeout_at;
 
-use super::observations::{AddressBackends, AddressKind};
+use super::observations::AddressBackends;
 use super::probe::{PeerConfig, ProbeConnection, StepTimer, get, open};
 use super::target::Target;
 
@@ -59,13 +59,12 @@ impl BackendSurvey {
     pub(super) fn result(&self, address: SocketAddr) -> AddressBackends {
         let backends: Vec<String> =
             self.known.present().into_iter().map(|backend| backend.name.into_string()).collect();
-        let kind = match self.known.kind() {
-            Kind::Unknown => AddressKind::Unknown,
-            Kind::One => AddressKind::Apiserver,
-            Kind::Several(_) => AddressKind::Balancer,
-            Kind::Unreliable => AddressKind::Unreliable,
-        };
-        AddressBackends { address, kind, backends, connections: self.connections }
+        AddressBackends {
+            address,
+            kind: self.known.kind(),
+            backends,
+            connections: self.connections,
+        }
     }
 }
 

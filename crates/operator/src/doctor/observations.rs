@@ -5,7 +5,7 @@
 use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
-use jackstay_core::backends::SURVEY;
+use jackstay_core::backends::{Kind, SURVEY};
 use jackstay_core::kubernetes_version::ServerVersion;
 use jackstay_core::quantity::quantity;
 use serde::{Serialize, Serializer};
@@ -156,39 +156,25 @@ pub struct EndpointObservation {
 pub struct AddressBackends {
     /// The address.
     pub address: SocketAddr,
-    /// What it is.
-    pub kind: AddressKind,
+    /// What connections have reached.
+    pub kind: Kind,
     /// The names of the apiservers that connections have reached.
     pub backends: Vec<String>,
     /// The number of these connections.
     pub connections: usize,
 }
 
-/// What an address is. The names are those of `/status`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum AddressKind {
-    /// No connection was opened.
-    Unknown,
-    /// All connections have reached one apiserver, or some that cannot be told apart.
-    Apiserver,
-    /// They have reached several.
-    Balancer,
-    /// Each connection shows something else.
-    Unreliable,
-}
-
 impl AddressBackends {
     /// How many apiservers the connections have reached, and which; `None` if that is not several.
     pub fn several(&self) -> Option<String> {
         let names = || self.backends.join(", ");
-        let is_several = self.kind == AddressKind::Balancer;
+        let is_several = matches!(self.kind, Kind::Several(_));
         is_several.then(|| format!("{} ({})", quantity(self.backends.len(), "apiserver"), names()))
     }
 
     /// Whether enough connections have been opened, and all have reached one apiserver.
     pub fn is_always_one(&self) -> bool {
-        self.kind == AddressKind::Apiserver && self.connections >= SURVEY
+        self.kind == Kind::One && self.connections >= SURVEY
     }
 }
 

@@ -457,7 +457,7 @@ fn endpoints_in(file: &Path, own: &str) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::doctor::observations::AddressKind;
+    use jackstay_core::backends::Kind;
 
     #[test]
     fn backends_note_says_what_jackstay_promises() {
@@ -467,7 +467,7 @@ mod tests {
             backends: backends.iter().map(ToString::to_string).collect(),
             connections: 6,
         };
-        let balancer = behind(AddressKind::Balancer, &["10.0.0.11:6443", "10.0.0.12:6443"]);
+        let balancer = behind(Kind::Several(2), &["10.0.0.11:6443", "10.0.0.12:6443"]);
         let terminated = backends_note(&balancer, true, true).unwrap();
         assert_eq!(
             terminated,
@@ -477,10 +477,10 @@ mod tests {
         );
         let passed_through = backends_note(&balancer, false, false).unwrap();
         assert!(passed_through.contains("cannot see which one a flow has reached"));
-        let one = behind(AddressKind::Apiserver, &["10.0.0.11:6443"]);
+        let one = behind(Kind::One, &["10.0.0.11:6443"]);
         assert!(backends_note(&one, true, true).unwrap().contains("client IP affinity"));
         assert_eq!(backends_note(&one, true, false), None);
-        assert_eq!(backends_note(&behind(AddressKind::Unknown, &[]), true, true), None);
+        assert_eq!(backends_note(&behind(Kind::Unknown, &[]), true, true), None);
     }
 
     #[test]

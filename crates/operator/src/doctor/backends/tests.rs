@@ -7,6 +7,7 @@ use jackstay_apiserver::cluster::Cluster;
 use jackstay_apiserver::pki::{Pki, Subject};
 use jackstay_apiserver::{ApiServerHandle, Options};
 use jackstay_config::CertPaths;
+use jackstay_core::backends::Kind;
 use jackstay_kubeconfig::ServerUrl;
 use tokio::io::copy_bidirectional;
 use tokio::net::{TcpListener, TcpStream};
@@ -65,14 +66,14 @@ fn examined(servers: usize, has_credential: bool) -> AddressBackends {
 fn examine_tells_apiservers_behind_a_balancer_apart() {
     let AddressBackends { kind, mut backends, connections, .. } = examined(3, true);
     backends.sort();
-    assert_eq!((kind, connections), (AddressKind::Balancer, SURVEY));
+    assert_eq!((kind, connections), (Kind::Several(2), SURVEY));
     assert_eq!(backends, ["apiserver-0", "apiserver-1", "apiserver-2"]);
 }
 
 #[test]
 fn examine_without_credential_uses_the_certificates() {
     let behind = examined(2, false);
-    assert_eq!(behind.kind, AddressKind::Balancer);
+    assert_eq!(behind.kind, Kind::Several(2));
     assert!(behind.backends.iter().all(|name| name.starts_with("certificate-")), "{behind:?}");
 }
 

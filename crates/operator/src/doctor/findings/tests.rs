@@ -1,13 +1,14 @@
 //! Tests each rule with the observations of its cause and with those of healthy endpoints.
 
+use jackstay_core::backends::Kind;
 use jackstay_core::kubernetes_version::ServerVersion;
 
 use super::{Cause, Finding, Level, diagnose, has_problems};
 use crate::doctor::image::{ImageState, PodImage};
 use crate::doctor::observations::{
-    AddressBackends, AddressKind, ClientCertificate, ConnectAttempt, Dns, EndpointObservation,
-    EndpointSource, Failure, FailureKind, HostRouting, IdleConnection, ListenAddress, ListenState,
-    LongLived, Ms, NameServer, Observations, Resolution, ServerCertificate, Step,
+    AddressBackends, ClientCertificate, ConnectAttempt, Dns, EndpointObservation, EndpointSource,
+    Failure, FailureKind, HostRouting, IdleConnection, ListenAddress, ListenState, LongLived, Ms,
+    NameServer, Observations, Resolution, ServerCertificate, Step,
 };
 
 /// The steps up to `last`, each with a duration of 1 ms.
@@ -642,7 +643,7 @@ fn status_404_or_421_is_no_sign_of_an_apiserver() {
 }
 
 /// What six connections to an address have shown.
-fn behind(address: &str, kind: AddressKind, backends: &[&str]) -> AddressBackends {
+fn behind(address: &str, kind: Kind, backends: &[&str]) -> AddressBackends {
     let backends = backends.iter().map(ToString::to_string).collect();
     AddressBackends { address: address.parse().unwrap(), kind, backends, connections: 6 }
 }
@@ -651,7 +652,7 @@ fn behind(address: &str, kind: AddressKind, backends: &[&str]) -> AddressBackend
 fn diagnose_address_of_several_apiservers_names_them() {
     let apiservers = ["10.0.0.11:6443", "10.0.0.12:6443", "certificate-0a1b2c3d"];
     let lb = EndpointObservation {
-        behind: vec![behind("10.0.0.1:443", AddressKind::Balancer, &apiservers)],
+        behind: vec![behind("10.0.0.1:443", Kind::Several(2), &apiservers)],
         ..endpoint("lb.example.com:443")
     };
     let found = diagnose(&observations(vec![lb]));
@@ -670,7 +671,7 @@ fn diagnose_address_of_several_apiservers_names_them() {
 
 #[test]
 fn diagnose_single_address_of_one_apiserver_says_what_it_may_be() {
-    let address = behind("10.0.0.1:6443", AddressKind::Apiserver, &["10.0.0.11:6443"]);
+    let address = behind("10.0.0.1:6443", Kind::One, &["10.0.0.11:6443"]);
     let one = |address: AddressBackends| EndpointObservation {
         behind: vec![address],
         ..endpoint("10.0.0.1:6443")
@@ -683,7 +684,7 @@ fn diagnose_single_address_of_one_apiserver_says_what_it_may_be() {
     // Too few connections, no connection, and a second address show nothing.
     let few = AddressBackends { connections: 5, ..address.clone() };
     assert_eq!(diagnose(&observations(vec![one(few)])), []);
-    let none = behind("10.0.0.1:6443", AddressKind::Unknown, &[]);
+    let none = behind("10.0.0.1:6443", Kind::Unknown, &[]);
     assert_eq!(diagnose(&observations(vec![one(none)])), []);
     assert_eq!(diagnose(&observations(vec![one(address), endpoint("10.0.0.2:6443")])), []);
 }

@@ -22,7 +22,7 @@ use tokio::time::sleep;
 use super::endpoint_set::{AddressMembers, EndpointSetWriter, identity};
 use crate::upstream::Upstream;
 use crate::upstream::address_backends::BalancerStatus;
-use crate::upstream::backends::{observe, token};
+use crate::upstream::backends::{observe, question_credential};
 use crate::upstream::credentials::CredentialClass;
 use crate::upstream::dial::dial_h2;
 use crate::upstream::endpoint::{ConnectFailure, ConnectTimeout, Endpoint, EndpointState};
@@ -210,7 +210,7 @@ async fn survey(upstream: &Arc<Upstream>, address: &mut Address) -> bool {
     let name = &address.name;
     let Some(endpoint) = endpoints_of(upstream, name).into_iter().next() else { return false };
     let Some(tls) = upstream.credentials.tls(CredentialClass::Probe) else { return false };
-    let credential = token(upstream, CredentialClass::Probe, &tls);
+    let credential = question_credential(upstream, CredentialClass::Probe, &tls);
     let (began, connector) = (clock::now(), upstream.connector());
     let one = || async {
         let limit = ConnectTimeout::fixed(CONNECT_LIMIT);

@@ -14,7 +14,6 @@ mod reachability;
 mod refusals;
 mod request;
 mod restore;
-mod result;
 mod succession;
 mod version;
 
@@ -28,18 +27,19 @@ use tokio::time::{sleep, sleep_until};
 
 use self::anonymous::AnonymousProber;
 use self::capabilities::CapabilityReader;
-use self::connection::{ProbeConnection, connect, is_usable, until_unusable};
+use self::connection::{ProbeConnection, connect, is_usable};
 use self::lag::LagCheck;
 use self::reachability::ReachabilityCheck;
 use self::refusals::AnswerRecorder;
 use self::request::{request_probes_of_others, send_probe};
 use self::restore::RestoreCheck;
-use self::result::ReadyzResult;
 use self::succession::Succession;
 use self::version::VersionReader;
 use crate::upstream::Upstream;
 use crate::upstream::connection::{ConnectionState, DrainReason};
+use crate::upstream::connection_probe::others_are_ready;
 use crate::upstream::endpoint::{Endpoint, EndpointState, Observation, ProbeCredential};
+use crate::upstream::readyz::ReadyzResult;
 
 /// What else asks the endpoint on the connection of the prober.
 struct ConnectionUsers<'a> {
@@ -114,7 +114,7 @@ async fn probe_repeatedly(
         users.capabilities.set_connection(&current, endpoint);
         tokio::select! {
             () = sleep_until(prober.next_at().into()) => {}
-            () = until_unusable(&current) => {
+            () = current.until_unusable() => {
                 answers.used(&current);
                 continue;
             }
@@ -167,8 +167,14 @@ async fn probe_now(
         probe_once(upstream, endpoint, connection, config, with_livez),
         version.read_if_due(endpoint, connection, token, config.timeout / 2),
     );
+    let is_of_connection = endpoint.is_indistinct()
+        && matches!(result, ReadyzResult::Starting(_) | ReadyzResult::NotReady(_))
+        && others_are_ready(upstream, sent_at);
+    // Another connection to this endpoint reaches an apiserver that is ready.
+    let result = if is_of_connection { ReadyzResult::ConnectionLost } else { result };
     let response = match &result {
         ReadyzResult::Ready => {
+            upstream.backends.note_ready();
             endpoint.note_probe_ok(sent_at);
             Response::Ready
         }
@@ -215,7 +221,7 @@ async fn wait_for_next(
         tokio::select! {
             () = sleep_until(prober.next_at().into()) => return,
             trigger = endpoint.probe.requested() => prober.requested(trigger, rules(config)),
-            () = until_unusable(connection) => {
+            () = connection.until_unusable() => {
                 if connection.state() == ConnectionState::Dead {
                     prober.connection_lost(rules(config));
                 }

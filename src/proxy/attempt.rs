@@ -105,7 +105,7 @@ impl Attempt {
         if let Some(group) = expected.group {
             group.head_arrived(expected.attempt);
         }
-        connection.endpoint.response_received(head.status.as_u16());
+        connection.response_received(head.status.as_u16());
         let possible = PossibleRejection::of(expected, &head, &connection);
         let longest = possible.longest_body(&head);
         let mut prefix = None;

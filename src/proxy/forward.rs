@@ -227,6 +227,7 @@ impl ForwardedRequest {
             },
             resource_version,
             avoided: self.avoided(may_probe),
+            authorization: self.head.headers().get(header::AUTHORIZATION),
             client_subject: self.proof.subject(),
             versions: self.versions,
         }

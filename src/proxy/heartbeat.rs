@@ -31,7 +31,7 @@ pub fn ill_health(connection: &Connection) -> Option<String> {
     if !responds || connection.is_silent() {
         return Some("a PING is unanswered".to_owned());
     }
-    if endpoint.probe.is_failing() {
+    if connection.probe().is_failing() {
         return Some("/readyz fails or is overdue".to_owned());
     }
     match endpoint.state() {

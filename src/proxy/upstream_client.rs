@@ -186,7 +186,7 @@ fn is_troubled(connection: &Connection, client: &UpstreamClient) -> bool {
 pub fn has_better_endpoint(connection: &Connection, client: &UpstreamClient) -> bool {
     let endpoints = client.pool.upstream().endpoints();
     let conditions = endpoints.iter().map(|endpoint| endpoint.condition());
-    endpoint_condition::has_better(connection.endpoint.condition(), conditions)
+    endpoint_condition::has_better(connection.endpoint_condition(), conditions)
 }
 
 /// Polls of one response between two turns of other tasks.

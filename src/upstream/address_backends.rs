@@ -2,11 +2,14 @@
 
 use std::collections::BTreeMap;
 use std::mem;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
 use jackstay_core::backends::{Kind, SearchBudget};
 use jackstay_sys::clock;
 use serde::Serialize;
+use tokio::sync::Notify;
 
 /// The addresses of one upstream. The control plane writes what is behind them.
 #[derive(Debug, Default)]
@@ -14,6 +17,12 @@ pub struct AddressBackends {
     addresses: Mutex<BTreeMap<String, BalancerStatus>>,
     /// The connects for each endpoint that may reach other backends than the wanted one, by its label.
     searches: Mutex<BTreeMap<String, SearchBudget>>,
+    /// Number of connections that are probed themselves.
+    probed: AtomicU32,
+    /// Notified when the probe of one of them fails.
+    alarm: Notify,
+    /// When an apiserver behind indistinct endpoints has last answered that it is ready.
+    ready_at: Mutex<Option<Instant>>,
 }
 
 /// What is behind an address, for `/status`.
@@ -74,6 +83,37 @@ impl AddressBackends {
         Some(lock(&self.addresses).get(address)?.kind)
     }
 
+    /// Counts a connection that is probed itself until the guard is dropped.
+    pub fn count_probed_connection(&self) -> ProbedConnection<'_> {
+        self.probed.fetch_add(1, Ordering::Relaxed);
+        ProbedConnection(self)
+    }
+
+    /// Number of connections that are probed themselves.
+    pub fn probed_connections(&self) -> u32 {
+        self.probed.load(Ordering::Relaxed)
+    }
+
+    /// The probe of a connection fails or is overdue: each connection that is probed itself is probed at once.
+    pub fn raise_alarm(&self) {
+        self.alarm.notify_waiters();
+    }
+
+    /// Waits for [`Self::raise_alarm`].
+    pub async fn alarmed(&self) {
+        self.alarm.notified().await;
+    }
+
+    /// Records that an apiserver is ready.
+    pub fn note_ready(&self) {
+        *lock(&self.ready_at) = Some(clock::now());
+    }
+
+    /// Whether an apiserver has answered since then that it is ready.
+    pub fn has_ready_since(&self, since: Instant) -> bool {
+        lock(&self.ready_at).is_some_and(|at| at >= since)
+    }
+
     /// Whether another connect may be made for the endpoint with this label, which the one before has not reached.
     pub fn may_search(&self, label: &str) -> bool {
         let mut searches = lock(&self.searches);
@@ -81,6 +121,16 @@ impl AddressBackends {
             searches.insert(label.to_owned(), SearchBudget::new());
         }
         searches.get_mut(label).is_some_and(|budget| budget.take(clock::now()))
+    }
+}
+
+/// Counts a connection that is probed itself until it is dropped.
+#[derive(Debug)]
+pub struct ProbedConnection<'a>(&'a AddressBackends);
+
+impl Drop for ProbedConnection<'_> {
+    fn drop(&mut self) {
+        self.0.probed.fetch_sub(1, Ordering::Relaxed);
     }
 }
 

@@ -10,7 +10,6 @@ use bytes::BytesMut;
 use http::{HeaderValue, Request, StatusCode};
 use jackstay_core::backends::{BackendId, MAX_TRIES, ObservedBackend, advertised_address};
 use jackstay_core::credential_class::CredentialClass;
-use jackstay_core::request::start_up::is_refusal;
 use jackstay_sys::clock;
 use jackstay_sys::sockets::tracked_stream::StreamObserver;
 use tokio::time::timeout;
@@ -22,12 +21,14 @@ use super::endpoint::{ConnectFailure, ConnectFailureKind, ConnectTimeout, Endpoi
 use super::question;
 use super::shared::Upstream;
 
-/// How long an apiserver may take to say at which address it is reached.
+/// How long an apiserver may take to answer on a new connection.
 const ANSWER_LIMIT: Duration = Duration::from_secs(1);
 /// How long a connect may take until a further one races it.
 const RACE_AFTER: Duration = Duration::from_millis(500);
 /// Maximum number of connects that race each other.
 const MAX_RACING: usize = 3;
+/// Number of apiservers that are not ready after which one is taken, if none can be told apart from the others.
+const MAX_UNREADY: usize = 3;
 /// Maximum length of that answer, in bytes.
 const MAX_ANSWER: usize = 16 * 1024;
 
@@ -36,7 +37,7 @@ const MAX_ANSWER: usize = 16 * 1024;
 pub enum QuestionCredential {
     /// The certificate of the connection.
     Certificate,
-    /// The configured token.
+    /// A token: the configured one, or that of a client whose request waits for the connection.
     Token(HeaderValue),
     /// None: the apiserver would end the connection after an anonymous question.
     None,
@@ -45,7 +46,7 @@ pub enum QuestionCredential {
 impl QuestionCredential {
     /// The token to send, if any; `None` if nothing may be asked.
     #[expect(clippy::option_option, reason = "the certificate is a credential without a token")]
-    fn token(&self) -> Option<Option<HeaderValue>> {
+    pub fn token(&self) -> Option<Option<HeaderValue>> {
         match self {
             Self::Certificate => Some(None),
             Self::Token(token) => Some(Some(token.clone())),
@@ -54,14 +55,31 @@ impl QuestionCredential {
     }
 }
 
-/// The credential of questions on a new connection of this class.
-pub fn token(upstream: &Upstream, class: CredentialClass, tls: &ClientTls) -> QuestionCredential {
+/// The credential of questions on a connection of this class.
+pub fn question_credential(
+    upstream: &Upstream,
+    class: CredentialClass,
+    tls: &ClientTls,
+) -> QuestionCredential {
     let token = || upstream.credentials.probe_token()?.header();
     match class {
         _ if tls.certificate.is_some() => QuestionCredential::Certificate,
         CredentialClass::Anonymous => QuestionCredential::None,
         _ => token().map_or(QuestionCredential::None, QuestionCredential::Token),
     }
+}
+
+/// What a new connection has reached.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Reached {
+    /// The backend of its endpoint.
+    Wanted,
+    /// Another one.
+    Other,
+    /// That cannot be asked. The connection is judged by what its requests show.
+    Unknown,
+    /// The credential was refused, after which the apiserver ends the connection.
+    Refused,
 }
 
 /// Opens an HTTP/2 connection that has reached the backend of the endpoint, if it is one of several behind its address.
@@ -75,11 +93,25 @@ pub async fn dial_backend(
     max_streams: usize,
     credential: QuestionCredential,
 ) -> Result<DialedConnection, ConnectFailure> {
-    let connector = upstream.connector();
+    let (connector, config, unready) = (upstream.connector(), upstream.config(), Cell::new(0));
+    let readyz_path = &*config.health.readyz.path;
     search(upstream, endpoint, limit, async |limit| {
         let mut dialed = dial_h2(&connector, endpoint, tls, limit, max_streams).await?;
-        let has_reached = Box::pin(has_reached(&mut dialed, endpoint, &credential)).await;
-        Ok(has_reached.then_some(dialed))
+        match Box::pin(reached(&mut dialed, (endpoint, readyz_path), &credential)).await {
+            Reached::Wanted => return Ok(Some(dialed)),
+            Reached::Other => {
+                unready.set(unready.get() + 1);
+                // When none is ready, one that is not is better than none.
+                let is_taken = endpoint.is_indistinct() && unready.get() >= MAX_UNREADY;
+                return Ok(is_taken.then_some(dialed));
+            }
+            Reached::Unknown => {}
+            Reached::Refused => {
+                dialed = dial_h2(&connector, endpoint, tls, limit, max_streams).await?;
+            }
+        }
+        dialed.is_recognised = false;
+        Ok(Some(dialed))
     })
     .await
 }
@@ -168,33 +200,40 @@ fn reached_others(endpoint: &Endpoint, tries: usize) -> ConnectFailure {
     ConnectFailure::new(ConnectFailureKind::Failed, reason)
 }
 
-/// Whether a new connection has reached the backend of its endpoint.
-async fn has_reached(
+/// What a new connection has reached, by the feature by which the backend of its endpoint is recognised.
+async fn reached(
     dialed: &mut DialedConnection,
-    endpoint: &Endpoint,
+    (endpoint, readyz_path): (&Endpoint, &str),
     credential: &QuestionCredential,
-) -> bool {
-    let Some(backend) = &endpoint.backend else { return true };
-    let credential = match backend.id {
-        BackendId::Certificate(_) => &QuestionCredential::None,
-        BackendId::Address(_) => credential,
-        BackendId::Indistinct(_) => return is_ready(dialed, endpoint, credential).await,
+) -> Reached {
+    let Some(backend) = &endpoint.backend else { return Reached::Wanted };
+    let path = match backend.id {
+        BackendId::Certificate(_) => None,
+        BackendId::Address(_) => Some("/api"),
+        BackendId::Indistinct(_) => Some(readyz_path),
     };
-    let observed = observe(dialed, endpoint, credential).await;
-    // Without a credential the connection is judged by what its requests show. One that does not answer is not taken.
-    let is_asked = !matches!(credential, QuestionCredential::None);
-    backend.id.is(&observed).unwrap_or(!is_asked)
+    let mut answer = None;
+    if let Some(path) = path {
+        let Some(token) = credential.token() else { return Reached::Unknown };
+        // One that does not answer is not taken.
+        answer = ask(dialed, question::get(endpoint, path, token)).await;
+        match &answer {
+            Some((StatusCode::UNAUTHORIZED, _)) => return Reached::Refused,
+            Some((StatusCode::FORBIDDEN, _)) => return Reached::Unknown,
+            _ => {}
+        }
+    }
+    let is_wanted = match &backend.id {
+        BackendId::Certificate(certificate) => *certificate == dialed.certificate,
+        BackendId::Address(address) => answer.and_then(address_in).as_ref() == Some(address),
+        BackendId::Indistinct(_) => answer.is_some_and(|(status, _)| status == StatusCode::OK),
+    };
+    if is_wanted { Reached::Wanted } else { Reached::Other }
 }
 
-/// Whether the apiserver of a new connection is ready, as far as the credential shows.
-async fn is_ready(
-    dialed: &mut DialedConnection,
-    endpoint: &Endpoint,
-    credential: &QuestionCredential,
-) -> bool {
-    let Some(token) = credential.token() else { return true };
-    let answer = ask(dialed, question::get(endpoint, "/readyz", token)).await;
-    answer.is_some_and(|(status, _)| status == StatusCode::OK || is_refusal(status.as_u16()))
+/// The address that the apiserver advertises in this answer.
+fn address_in((status, body): (StatusCode, BytesMut)) -> Option<Box<str>> {
+    (status == StatusCode::OK).then(|| advertised_address(&body))?
 }
 
 /// What a new connection shows of its backend.
@@ -208,8 +247,7 @@ pub async fn observe(
         return ObservedBackend { certificate, address: None };
     };
     let answer = ask(dialed, question::get(endpoint, "/api", token)).await;
-    let body = answer.filter(|(status, _)| *status == StatusCode::OK).map(|(_, body)| body);
-    ObservedBackend { certificate, address: body.and_then(|body| advertised_address(&body)) }
+    ObservedBackend { certificate, address: answer.and_then(address_in) }
 }
 
 /// Sends a request on a connection that nothing else drives yet. Returns the answer, if it comes in time.

@@ -11,7 +11,7 @@ mod permit;
 mod receiving;
 mod window_updates;
 
-use std::cell::{Cell, RefCell};
+use std::cell::{Cell, OnceCell, RefCell};
 use std::fmt;
 use std::net::SocketAddr;
 use std::rc::Rc;
@@ -26,6 +26,7 @@ use jackstay_core::connection::{
     ConnectionMachine, ConnectionTransition, Effects, Responsiveness, Significance,
 };
 pub use jackstay_core::connection::{ConnectionState, DrainReason, DrainUrgency};
+use jackstay_core::endpoint_condition::EndpointCondition;
 use jackstay_core::pool::ConnectionKey;
 use jackstay_net::tls::certificate::{CertInfo, Subject};
 use jackstay_sys::clock;
@@ -34,7 +35,7 @@ use tokio::sync::Notify;
 pub use self::permit::Permit;
 use self::receiving::ReceivingStreams;
 use super::credentials::CredentialClass;
-use super::endpoint::{Endpoint, Observation};
+use super::endpoint::{Endpoint, Observation, ProbeSignals};
 use super::stats::ConnectionStats;
 use super::watch_moves::{MoveEligibility, WatchMoves};
 use crate::observe::events::{Change, EventKind, Severity};
@@ -59,6 +60,10 @@ static NEXT_KEY: AtomicUsize = AtomicUsize::new(0);
 pub struct Connection {
     key: ConnectionKey,
     pub endpoint: Arc<Endpoint>,
+    /// Whether it is known to have reached the apiserver of its endpoint.
+    pub(super) is_recognised: bool,
+    /// The signals of its own probes, if it is probed itself.
+    own_probe: OnceCell<Rc<ProbeSignals>>,
     /// The generation of its credential. Connections of older generations drain.
     pub generation: u64,
     class: Cell<CredentialClass>,
@@ -94,6 +99,32 @@ impl fmt::Debug for Connection {
 }
 
 impl Connection {
+    /// The signals of the probes that say whether its apiserver is ready: its own, or those of the endpoint.
+    pub fn probe(&self) -> &ProbeSignals {
+        self.own_probe.get().map_or(&self.endpoint.probe, |probe| probe)
+    }
+
+    /// From now on the connection is probed itself. Returns the signals of these probes.
+    pub(super) fn probe_itself(&self) -> Rc<ProbeSignals> {
+        Rc::clone(self.own_probe.get_or_init(Rc::default))
+    }
+
+    /// Records that a response head with this status arrived.
+    pub fn response_received(&self, status: u16) {
+        match self.own_probe.get() {
+            Some(probe) => {
+                self.endpoint.metrics.answered(status);
+                probe.response_received(status);
+            }
+            None => self.endpoint.response_received(status),
+        }
+    }
+
+    /// The endpoint in a decision of core, as this connection shows it.
+    pub fn endpoint_condition(&self) -> EndpointCondition {
+        EndpointCondition { probe_fails: self.probe().is_failing(), ..self.endpoint.condition() }
+    }
+
     /// Names the connection in the tables of core. No other one ever has this key.
     pub fn key(&self) -> ConnectionKey {
         self.key
@@ -161,6 +192,13 @@ impl Connection {
                 return reason.as_str();
             }
             self.changed.notified().await;
+        }
+    }
+
+    /// Waits until it is neither live nor suspect: it will take no new streams.
+    pub async fn until_unusable(&self) {
+        while matches!(self.state(), ConnectionState::Live | ConnectionState::Suspect) {
+            self.changed().await;
         }
     }
 
@@ -271,9 +309,9 @@ impl Connection {
     }
 
     /// Whether new requests should prefer another connection: a request has waited here for 50 ms without
-    /// a byte arriving, or the latest `/readyz` of the endpoint failed or is overdue.
+    /// a byte arriving, or the latest `/readyz` failed or is overdue.
     pub fn has_warning_signs(&self, now: Instant) -> bool {
-        self.endpoint.probe.is_failing() || self.machine.borrow().has_waiting_request(now)
+        self.probe().is_failing() || self.machine.borrow().has_waiting_request(now)
     }
 
     /// Whether a request has waited for its response head for a whole number of `interval`s that is four times as long

@@ -76,6 +76,8 @@ pub struct DialedConnection {
     pub uncork: Uncork<UpstreamStream>,
     /// The [`certificate_hash`] of this connection.
     pub certificate: u64,
+    /// Whether it is known to have reached the apiserver of its endpoint, if that is one of several behind its address.
+    pub is_recognised: bool,
     /// What the frames of the apiserver have shown.
     pub frames: PeerFrames,
     /// Reads the TCP statistics of the connection.
@@ -292,6 +294,7 @@ async fn first_pong(
         windows,
         uncork,
         certificate,
+        is_recognised: true,
         frames,
         observer,
         rtt,

@@ -129,6 +129,8 @@ struct Guarded {
     /// When the state was entered.
     since: SystemTime,
     since_instant: Instant,
+    /// When it was last ready, or the endpoint joined the set.
+    ready_until: Instant,
     last_ejection: Option<Ejection>,
     downtime: Downtime,
     last_check: Option<ReadyzCheck>,
@@ -181,6 +183,7 @@ impl Endpoint {
                 connect_error: None,
                 since: wall_clock(),
                 since_instant: clock::now(),
+                ready_until: clock::now(),
                 last_ejection: None,
                 downtime: Downtime::default(),
                 last_check: None,
@@ -212,6 +215,11 @@ impl Endpoint {
                 SocketAddr::new(Ipv6Addr::LOCALHOST.into(), port),
             ],
         }
+    }
+
+    /// Whether its connections reach different apiservers, which cannot be told apart.
+    pub fn is_indistinct(&self) -> bool {
+        self.backend.as_ref().is_some_and(Backend::is_indistinct)
     }
 
     /// Names the endpoint in the tables of core. No other one ever has this key.
@@ -283,7 +291,7 @@ impl Endpoint {
 
     /// Since when it is not ready; `None` while it is.
     pub fn failing_since(&self) -> Option<Instant> {
-        (self.state() != EndpointState::Ready).then(|| self.guarded().since_instant)
+        (self.state() != EndpointState::Ready).then(|| self.guarded().ready_until)
     }
 
     /// How long the endpoint has been ready; `None` while it is not.
@@ -527,6 +535,9 @@ impl Endpoint {
         let Some(transition) = guarded.health.step(observation) else { return };
         let EndpointTransition { from, to, reason, died, slow_start, is_fault } = &transition;
         (guarded.since, guarded.since_instant) = (wall_clock(), clock::now());
+        if *from == EndpointState::Ready {
+            guarded.ready_until = guarded.since_instant;
+        }
         let ejected = matches!(to, EndpointState::Ejected | EndpointState::NoH2);
         guarded.downtime.record(ejected, clock::now());
         if ejected {

@@ -7,7 +7,8 @@
 //!   decides which connection is dead. [`flow_check`] asks it about an upgrade.
 //! * [`evacuation`] moves watches away from an apiserver whose `/readyz` fails, and [`rebalance`] moves
 //!   watches to one that has recovered. Both offer moves by [`watch_moves`].
-//! * [`question`] is a request of jackstay itself.
+//! * [`question`] is a request of jackstay itself. [`backends`] asks which apiserver a connection has reached, and a
+//!   `connection_probe` whether that one is ready, if it cannot be told apart from others.
 //! * [`resource_versions`] records how far the watch cache of each endpoint has come.
 //!   [`version_floors`] records which versions each client has seen.
 //! * While the apiservers differ in their version, [`version_preference`] ranks them for each
@@ -28,6 +29,7 @@ pub mod client_key;
 pub mod compression;
 pub(crate) mod connect_race;
 pub(crate) mod connection;
+pub(crate) mod connection_probe;
 pub mod credentials;
 pub(crate) mod dial;
 pub mod endpoint;

@@ -29,8 +29,9 @@ use tokio::time::sleep_until;
 pub use self::class::ClassPool;
 pub use self::stream_request::{StreamRequest, Unavailable};
 use self::table::{connection_limits, endpoint_rows};
-use super::backends::{self, dial_backend};
+use super::backends::dial_backend;
 use super::connection::{Connection, DrainReason};
+use super::connection_probe;
 use super::credentials::{ClientTls, CredentialClass};
 use super::endpoint::{Endpoint, ProbeTrigger};
 use super::evacuation::{Evacuation, evacuations};
@@ -282,6 +283,10 @@ impl Pool {
         );
         // From the last one on, so that the indices of the others stay valid.
         for index in handed_over.into_iter().rev() {
+            // Those of proven tokens are known to reach the apiserver of their endpoint.
+            if !class.connections.borrow()[index].is_recognised {
+                continue;
+            }
             let connection = class.connections.borrow_mut().remove(index);
             connection.serve_proven_tokens();
             proven.connections.borrow_mut().push(connection);
@@ -299,7 +304,7 @@ impl Pool {
         let connection = |index: usize| Rc::clone(&class.connections.borrow()[index]);
         match effect {
             ClassEffect::Probe(index) => {
-                connection(index).endpoint.probe.request(ProbeTrigger::PassiveEvidence);
+                connection(index).probe().request(ProbeTrigger::PassiveEvidence);
             }
             ClassEffect::Drain(index, cause) => connection(index).drain(cause),
             ClassEffect::Close(index) => connection(index).close(DrainReason::ConnectionLimit),
@@ -348,9 +353,9 @@ impl Pool {
             let limit = endpoint.connect_timeout(config.health.connect_timeout);
             let max_streams = config.connections.max_streams;
             drop(config);
-            let token = backends::token(&pool.upstream, class.credential_class(), &tls);
+            let credential = class.question_credential(&pool.upstream, &tls);
             let dial = (&*endpoint, &*tls);
-            match dial_backend(&pool.upstream, dial, limit, max_streams, token).await {
+            match dial_backend(&pool.upstream, dial, limit, max_streams, credential).await {
                 Ok(established) => {
                     endpoint.metrics.dialled("ok");
                     let connection = Connection::start(
@@ -375,7 +380,7 @@ impl Pool {
     }
 
     /// Adds a new connection to its class, unless its certificate is refused and one with another credential works.
-    async fn admit(&self, class: &ClassPool, connection: Rc<Connection>, tls: &ClientTls) {
+    async fn admit(&self, class: &ClassPool, connection: Rc<Connection>, tls: &Arc<ClientTls>) {
         let is_replacement = class.has_older(tls.generation);
         if is_replacement
             && connection.shows_certificate()
@@ -395,6 +400,7 @@ impl Pool {
         if self.state.get().is_closed() {
             connection.close(DrainReason::ConfigurationRemoved);
         }
+        connection_probe::start(&self.upstream, &connection, tls);
         class.connections.borrow_mut().push(connection);
     }
 

@@ -5,11 +5,12 @@ use crate::support::wait::until_within;
 use crate::support::watch_recorder::WatchRecorder;
 use crate::support::{CONFIGMAPS, PATIENCE, Proxy, TestCluster, soon, until, without_suspicion};
 use http::Method;
-use jackstay_apiserver::ApiServerHandle;
 use jackstay_apiserver::client::Client;
 use jackstay_apiserver::identity::User;
+use jackstay_apiserver::{ApiServerHandle, Options};
 use jackstay_config::{Config, EndpointKind};
 use serde_json::Value;
+use std::cell::OnceCell;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
@@ -25,6 +26,14 @@ impl Rig {
     async fn start(servers: usize, change: impl FnOnce(&mut Config)) -> Self {
         let cluster = TestCluster::new(servers);
         let balancer = Balancer::start(&cluster.addresses());
+        Self::in_front_of(cluster, balancer, change).await
+    }
+
+    async fn in_front_of(
+        cluster: TestCluster,
+        balancer: Balancer,
+        change: impl FnOnce(&mut Config),
+    ) -> Self {
         let mut config = cluster.certs.config(&[balancer.address]);
         without_suspicion(&mut config);
         config.upstreams[0].kind = EndpointKind::Auto;
@@ -164,6 +173,106 @@ async fn address_of_one_apiserver_is_one_endpoint() {
     assert_eq!(rig.balancer.accepted(), accepted, "it is not examined again soon");
 }
 
+/// Servers that have one serving certificate.
+fn with_one_certificate(servers: usize) -> TestCluster {
+    let shared = OnceCell::new();
+    TestCluster::with(servers, |options, certs| {
+        let certificate = shared.get_or_init(|| certs.pki.server().unwrap()).clone();
+        Options { certificate: Some(certificate), ..options }
+    })
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn connections_are_judged_each_if_backends_cannot_be_told_apart() {
+    // As those of HyperShift.
+    let cluster = with_one_certificate(3);
+    for server in &cluster.servers {
+        server.set_faults(|faults| faults.advertised_address = Some("172.20.0.1:6443"));
+    }
+    let balancer = Balancer::start(&cluster.addresses());
+    let as_balancer = |config: &mut Config| config.upstreams[0].kind = EndpointKind::Balancer;
+    let rig = Rig::in_front_of(cluster, balancer, as_balancer).await;
+    until("two sets of connections are ready", async || {
+        let endpoints = rig.proxy.endpoints().await;
+        endpoints.len() == 2 && endpoints.iter().all(|one| one["state"] == "ready")
+    })
+    .await;
+    assert_eq!(rig.behind().await["kind"], "indistinct");
+    let path = rig.cluster.watch_path();
+    let mut watches = Vec::new();
+    for _ in 0..12 {
+        watches.push(WatchRecorder::start(&rig.client, &path).await);
+    }
+    // The one that has most of the watches.
+    let sick = (0..3).max_by_key(|server| rig.cluster.watches(*server)).unwrap();
+    assert_ne!(rig.cluster.watches(sick), 0);
+    rig.cluster.servers[sick].set_faults(|faults| faults.unready = true);
+    until("its watches have left", async || rig.cluster.watches(sick) == 0).await;
+    until("no request reaches it", async || rig.spread(20).await[sick] == 0).await;
+    let version = rig.cluster.create_config_map("late");
+    for watch in &watches {
+        until("the event arrives", async || watch.versions().contains(&version)).await;
+    }
+    let endpoints = rig.proxy.endpoints().await;
+    assert!(endpoints.iter().all(|one| one["state"] == "ready"), "{endpoints:?}");
+    // While none is ready, what is left is used.
+    for server in &rig.cluster.servers {
+        server.set_faults(|faults| faults.unready = true);
+    }
+    let start = Instant::now();
+    while start.elapsed() < Duration::from_secs(3) {
+        rig.spread(10).await;
+    }
+    assert_eq!(watches.iter().filter(|watch| watch.end().is_some()).count(), 0);
+}
+
+/// All backends are replaced at once by others, which no endpoint is.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn whole_address_serves_while_no_backend_does() {
+    let cluster = TestCluster::new(4);
+    let addresses = cluster.addresses();
+    let balancer = Balancer::start(&addresses[..2]);
+    let rig = Rig::in_front_of(cluster, balancer, |_| {}).await;
+    let mut members = rig.two_members().await;
+    members.sort_unstable();
+    assert_eq!(members, [0, 1]);
+    rig.balancer.set_backends(&addresses[2..3]);
+    for server in &rig.cluster.servers[..2] {
+        server.kill();
+    }
+    // Only one is left, which is no endpoint of its own.
+    until("the address serves", async || {
+        let reply = rig.client.request(Method::GET, CONFIGMAPS, &[], "");
+        soon("a list", reply).await.is_ok_and(|reply| reply.status == 200)
+    })
+    .await;
+    assert_ne!(rig.spread(10).await[2], 0);
+    rig.balancer.set_backends(&addresses[2..]);
+    until("the new backends are the endpoints", async || {
+        rig.cluster.servers[3].counters().open.load(Relaxed) > 0
+    })
+    .await;
+    let mut members = rig.two_members().await;
+    members.sort_unstable();
+    assert_eq!(members, [2, 3]);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn invalid_token_gets_its_401_behind_a_balancer() {
+    check_invalid_token(&Rig::start(3, |_| {}).await).await;
+}
+
+async fn check_invalid_token(rig: &Rig) {
+    rig.two_members().await;
+    let client = rig.proxy.client_with(&rig.cluster.certs.anonymous().token("invalid")).await;
+    for _ in 0..5 {
+        let start = Instant::now();
+        let reply = client.request(Method::GET, CONFIGMAPS, &[], "");
+        assert_eq!(soon("the answer", reply).await.unwrap().status, 401);
+        assert!(start.elapsed() < Duration::from_secs(4), "{:?}", start.elapsed());
+    }
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn endpoint_of_kind_apiserver_is_not_examined() {
     let rig = Rig::start(3, |config| config.upstreams[0].kind = EndpointKind::Apiserver).await;
@@ -208,7 +317,21 @@ async fn backends_that_come_and_go_cost_a_bounded_number_of_connects() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn requests_with_a_token_reach_the_backends_of_their_endpoints() {
-    let rig = Rig::start(3, |_| {}).await;
+    check_requests_with_a_token(Rig::start(3, |_| {}).await).await;
+}
+
+/// No token is configured, so `/api` is asked for with that of the client.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn requests_with_a_token_reach_backends_that_share_a_certificate() {
+    let cluster = with_one_certificate(3);
+    let balancer = Balancer::start(&cluster.addresses());
+    let auto = |config: &mut Config| config.upstreams[0].kind = EndpointKind::Auto;
+    let rig = Rig::in_front_of(cluster, balancer, auto).await;
+    check_invalid_token(&rig).await;
+    check_requests_with_a_token(rig).await;
+}
+
+async fn check_requests_with_a_token(rig: Rig) {
     let [sick, _] = rig.two_members().await;
     rig.cluster.state.add_token("agent", User::new("agent", &[]));
     let token = rig.proxy.client_with(&rig.cluster.certs.anonymous().token("agent")).await;
@@ -229,4 +352,10 @@ async fn requests_with_a_token_reach_the_backends_of_their_endpoints() {
     let records = rig.cluster.state.audit().records();
     let at_sick = records.iter().filter(|r| r.server == name && r.path == path).count();
     assert_eq!(at_sick, 0);
+    // Each connection of an endpoint has reached its server.
+    for _ in 0..20 {
+        let recorder = WatchRecorder::start(&token, &rig.cluster.watch_path()).await;
+        assert_eq!(recorder.end(), None);
+    }
+    assert_eq!(rig.cluster.watches(sick), 0);
 }

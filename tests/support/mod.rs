@@ -427,9 +427,14 @@ pub struct TestCluster {
 
 impl TestCluster {
     pub fn new(servers: usize) -> Self {
+        Self::with(servers, |options, _| options)
+    }
+
+    /// Servers with changed options.
+    pub fn with(servers: usize, change: impl Fn(Options, &Certs) -> Options) -> Self {
         let (certs, state) = (Certs::new(), Cluster::new());
         let start = |index| {
-            let options = Options::named(&format!("server-{index}"));
+            let options = change(Options::named(&format!("server-{index}")), &certs);
             apiserver::start(&state, &certs.pki, options).unwrap()
         };
         let servers = (0..servers).map(start).collect();

@@ -247,7 +247,9 @@ impl RequestContext {
         }
         if path.trim_end_matches('/') == "/api" {
             // Its name, because clients may connect to the address of a relay.
-            return self.negotiate(200, &discovery::api_versions(&self.server.name));
+            let advertised = self.server.faults.borrow().advertised_address;
+            let address = advertised.unwrap_or(&self.server.name);
+            return self.negotiate(200, &discovery::api_versions(address));
         }
         if let Some(document) = discovery::document(path) {
             return self.negotiate(200, &document);

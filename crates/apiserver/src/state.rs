@@ -87,6 +87,8 @@ pub struct Faults {
     /// The RBAC informers are not filled, as after the start: every request of a user outside `system:masters` is
     /// answered with 403, `/readyz` included.
     pub rbac_empty: bool,
+    /// The address that `/api` names, in place of the name of the server.
+    pub advertised_address: Option<&'static str>,
     /// New requests wait until this is false, health checks included. PINGs are answered and watches
     /// continue.
     pub hang: bool,

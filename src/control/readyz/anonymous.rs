@@ -25,15 +25,15 @@ use jackstay_sys::clock;
 use jackstay_sys::utc::wall_clock;
 use tokio::time::{sleep, sleep_until};
 
-use super::connection::{ProbeConnection, connect, until_unusable};
+use super::connection::{ProbeConnection, connect};
 use super::reachability::ReachabilityCheck;
 use super::request::{request_probes_of_others, send_probe};
-use super::result::ReadyzResult;
 use super::version::VersionReader;
 use crate::upstream::Upstream;
 use crate::upstream::connection::ConnectionState;
 use crate::upstream::credentials::IdentityState;
 use crate::upstream::endpoint::{Endpoint, Observation, ProbeCredential};
+use crate::upstream::readyz::ReadyzResult;
 
 /// Interval of the checks whether a credential has been loaded.
 const CREDENTIAL_CHECK: Duration = Duration::from_secs(1);
@@ -87,7 +87,7 @@ impl AnonymousProber {
         loop {
             self.report(upstream, endpoint);
             tokio::select! {
-                () = until_unusable(&current) => return current,
+                () = current.until_unusable() => return current,
                 () = sleep(CREDENTIAL_CHECK) => {}
                 () = sleep_until(self.next_probe.into()) => {}
             }

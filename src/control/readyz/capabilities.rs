@@ -26,11 +26,11 @@ use serde::de::IgnoredAny;
 use tokio::sync::Notify;
 use tokio::time::{sleep, sleep_until, timeout};
 
-use super::request::{fetch, fetch_accepting, fetch_pieces};
 use crate::upstream::Upstream;
 use crate::upstream::capabilities::{ApiserverProcess, Capabilities, WantedCapabilities};
 use crate::upstream::connection::{Connection, ConnectionState};
 use crate::upstream::endpoint::{Endpoint, EndpointState};
+use crate::upstream::question::{fetch, fetch_accepting, fetch_pieces};
 
 /// Limit of the list.
 const LIST_TIMEOUT: Duration = Duration::from_secs(5);

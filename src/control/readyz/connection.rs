@@ -10,7 +10,7 @@ use tokio::time::sleep;
 
 use super::reachability::{PROBE_STREAMS, ReachabilityCheck};
 use crate::upstream::Upstream;
-use crate::upstream::backends::{self, dial_backend};
+use crate::upstream::backends::{dial_backend, question_credential};
 use crate::upstream::connection::{Connection, ConnectionState, DrainReason};
 use crate::upstream::credentials::CredentialClass;
 use crate::upstream::endpoint::{ConnectFailureKind, Endpoint, Observation};
@@ -48,15 +48,6 @@ pub fn is_usable(upstream: &Upstream, connection: &Connection) -> bool {
     is_alike && connection.state() == ConnectionState::Live
 }
 
-/// Waits until a connection is neither live nor suspect: it will take no new streams.
-pub async fn until_unusable(connection: &Connection) {
-    while connection.state() == ConnectionState::Live
-        || connection.state() == ConnectionState::Suspect
-    {
-        connection.changed().await;
-    }
-}
-
 /// Makes one attempt to connect. `None` if it fails, or the endpoint's backoff allows no attempt yet. A failure is reported
 /// if the connection would replace one that works.
 pub async fn connect(
@@ -70,8 +61,8 @@ pub async fn connect(
         return None;
     }
     let limit = endpoint.connect_timeout(upstream.config().health.connect_timeout);
-    let token = backends::token(upstream, CredentialClass::Probe, &tls);
-    match dial_backend(upstream, (endpoint, &tls), limit, PROBE_STREAMS, token).await {
+    let credential = question_credential(upstream, CredentialClass::Probe, &tls);
+    match dial_backend(upstream, (endpoint, &tls), limit, PROBE_STREAMS, credential).await {
         Ok(established) => {
             endpoint.metrics.dialled("ok");
             let new = reachability.start_connection(established, upstream, endpoint, &tls);

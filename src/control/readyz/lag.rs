@@ -19,10 +19,10 @@ use jackstay_core::request::info::group_of;
 use jackstay_sys::clock;
 use tokio::time::{MissedTickBehavior, interval, timeout};
 
-use super::request::fetch;
 use crate::upstream::Upstream;
 use crate::upstream::connection::{Connection, ConnectionState};
 use crate::upstream::endpoint::{Endpoint, EndpointState, Observation, ProbeTrigger};
+use crate::upstream::question::fetch;
 use crate::upstream::resource_versions::ResourceRecord;
 
 /// Limit of a question. kube-apiserver waits 3 s for its cache (`blockTimeout` in `watch_cache.go`).
@@ -254,7 +254,8 @@ fn report(upstream: &Upstream, endpoint: &Arc<Endpoint>, reason: &str, at: Insta
 /// The versions of all resources of which `endpoint` has a watch, as it and the best other ready endpoint have shown
 /// them.
 fn views(upstream: &Upstream, endpoint: &Arc<Endpoint>) -> Vec<ResourceView> {
-    if upstream.endpoints().len() < 2 {
+    // The connections to an indistinct endpoint reach different caches.
+    if upstream.endpoints().len() < 2 || endpoint.is_indistinct() {
         return Vec::new();
     }
     let view = |record: &Arc<ResourceRecord>| {

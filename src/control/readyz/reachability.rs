@@ -25,7 +25,7 @@ use tokio::sync::Notify;
 use tokio::time::{sleep, sleep_until};
 
 use crate::upstream::Upstream;
-use crate::upstream::backends::{self, dial_backend};
+use crate::upstream::backends::{dial_backend, question_credential};
 use crate::upstream::connection::{Connection, ConnectionState, DrainReason};
 use crate::upstream::credentials::{ClientTls, CredentialClass};
 use crate::upstream::dial::DialedConnection;
@@ -180,7 +180,7 @@ async fn handshake(
 ) -> Option<DialedConnection> {
     loop {
         let limit = ConnectTimeout::fixed(HANDSHAKE_TIMEOUT);
-        let credential = backends::token(upstream, CredentialClass::Probe, tls);
+        let credential = question_credential(upstream, CredentialClass::Probe, tls);
         let dial = dial_backend(upstream, (endpoint, tls), limit, PROBE_STREAMS, credential);
         let failure = match dial.await {
             Ok(established) => return Some(established),

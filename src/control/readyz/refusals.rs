@@ -9,10 +9,10 @@ use jackstay_core::probe::answers::{ProbeAnswers, RefusalMeaning};
 use jackstay_core::request::start_up::is_refusal;
 use jackstay_sys::clock;
 
-use super::result::ReadyzResult;
 use crate::upstream::Upstream;
 use crate::upstream::connection::{Connection, ConnectionState};
 use crate::upstream::endpoint::{Endpoint, ProbeCredential};
+use crate::upstream::readyz::ReadyzResult;
 
 /// Records which connections and credentials the probes of one endpoint have.
 #[derive(Debug)]

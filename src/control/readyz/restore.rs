@@ -33,11 +33,11 @@ use tokio::sync::Notify;
 use tokio::time::{sleep, timeout};
 
 use super::lag::{Answer, ask};
-use super::request::fetch;
 use crate::observe::events::{Change, EventKind};
 use crate::upstream::Upstream;
 use crate::upstream::connection::{Connection, ConnectionState};
 use crate::upstream::endpoint::{Endpoint, EndpointState};
+use crate::upstream::question::fetch;
 use crate::upstream::resource_versions::ResourceRecord;
 use crate::upstream::restores::LOOK_INTERVAL;
 

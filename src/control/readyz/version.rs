@@ -12,8 +12,8 @@ use jackstay_sys::clock;
 use tokio::time::timeout;
 
 use super::connection::ProbeConnection;
-use super::request::fetch;
 use crate::upstream::endpoint::Endpoint;
+use crate::upstream::question::fetch;
 
 /// Pause before the version is read again on the same connection.
 const INTERVAL: Duration = Duration::from_secs(600);

@@ -223,7 +223,7 @@ impl<'a> Execution<'a> {
 
     fn probe(&self, attempt: usize) {
         if let Some(connection) = self.slots.connection(attempt) {
-            connection.endpoint.probe.request(ProbeTrigger::PassiveEvidence);
+            connection.probe().request(ProbeTrigger::PassiveEvidence);
         }
     }
 
@@ -238,7 +238,7 @@ impl<'a> Execution<'a> {
         let before = attempt.checked_sub(1).and_then(|before| self.slots.connection(before));
         let Some(hedged) = before.map(Rc::clone) else { return Some(AttemptInput::NotExecutable) };
         if probe {
-            hedged.endpoint.probe.request(ProbeTrigger::PassiveEvidence);
+            hedged.probe().request(ProbeTrigger::PassiveEvidence);
         }
         let version = request.wanted_version(&self.progress.attempts);
         let acquire = async move {

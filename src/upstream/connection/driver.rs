@@ -1,7 +1,7 @@
 //! The task that owns the socket of a connection: it polls h2, reports what has happened to the
 //! [`ConnectionMachine`], and executes its effects on the socket.
 
-use std::cell::{Cell, RefCell};
+use std::cell::{Cell, OnceCell, RefCell};
 use std::future::poll_fn;
 use std::io;
 use std::net::SocketAddr;
@@ -62,6 +62,7 @@ impl Connection {
             windows,
             uncork,
             certificate: _,
+            is_recognised,
             frames,
             observer,
             rtt,
@@ -89,6 +90,8 @@ impl Connection {
         let connection = Rc::new(Self {
             key: ConnectionKey(NEXT_KEY.fetch_add(1, Ordering::Relaxed)),
             endpoint: Arc::clone(endpoint),
+            own_probe: OnceCell::new(),
+            is_recognised,
             generation: tls.generation,
             class: Cell::new(class),
             machine: RefCell::new(machine),

@@ -19,7 +19,7 @@ pub struct ProbeSignals {
 }
 
 impl ProbeSignals {
-    pub(super) fn response_received(&self, status: u16) {
+    pub(in crate::upstream) fn response_received(&self, status: u16) {
         if status < 500 {
             if self.errors_in_row.load(Ordering::Relaxed) != 0 {
                 self.errors_in_row.store(0, Ordering::Relaxed);
@@ -53,7 +53,7 @@ impl ProbeSignals {
     }
 
     /// Stores whether the latest `/readyz` failed or is overdue. Returns the previous value.
-    pub(super) fn set_failing(&self, failing: bool) -> bool {
+    pub(in crate::upstream) fn set_failing(&self, failing: bool) -> bool {
         self.failing.swap(failing, Ordering::Relaxed)
     }
 }

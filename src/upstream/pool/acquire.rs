@@ -155,6 +155,7 @@ impl Pool {
         });
         let id = registered.map_err(|refusal| self.unavailable(class, refusal))?;
         let _registration = Registration { class, id };
+        class.request_waits(request.authorization);
         self.upstream.metrics.stream_waits(&self.upstream.name).increment(1);
         self.changed.notify_one();
         // The pool answers every request before it drops it.

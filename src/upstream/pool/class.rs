@@ -5,6 +5,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Instant;
 
+use http::HeaderValue;
 use jackstay_core::connection::ConnectionState;
 use jackstay_core::pool::limits::max_connections;
 use jackstay_core::pool::{Candidate, Class, ConnectionRow, only_suspect_to};
@@ -12,8 +13,9 @@ use jackstay_net::tls::certificate::Subject;
 
 use super::stream_request::{Unavailable, Waiter};
 use super::table::{candidate, row};
+use crate::upstream::backends::{QuestionCredential, question_credential};
 use crate::upstream::connection::{Connection, Permit};
-use crate::upstream::credentials::CredentialClass;
+use crate::upstream::credentials::{ClientTls, CredentialClass};
 use crate::upstream::endpoint::Endpoint;
 use crate::upstream::evacuation::ActiveEvacuations;
 use crate::upstream::rebalance::Rebalancer;
@@ -29,6 +31,8 @@ pub struct ClassPool {
     table: RefCell<Vec<Candidate>>,
     pub(super) rebalancer: RefCell<Rebalancer>,
     pub(super) evacuations: RefCell<ActiveEvacuations>,
+    /// The `Authorization` of the last request that has waited for a connection.
+    authorization: RefCell<Option<HeaderValue>>,
 }
 
 impl ClassPool {
@@ -41,6 +45,32 @@ impl ClassPool {
             table: RefCell::default(),
             rebalancer: RefCell::new(Rebalancer::new(now)),
             evacuations: RefCell::default(),
+            authorization: RefCell::default(),
+        }
+    }
+
+    /// A request waits for a connection. Its `Authorization` serves to ask which apiserver a new one has reached, if a bearer
+    /// token is the credential of the class.
+    pub(super) fn request_waits(&self, authorization: Option<&HeaderValue>) {
+        let is_of_tokens =
+            matches!(self.class, CredentialClass::Token | CredentialClass::UnprovenToken);
+        if let Some(authorization) = authorization.filter(|_| is_of_tokens) {
+            self.authorization.replace(Some(authorization.clone()));
+        }
+    }
+
+    /// The credential of questions on a new connection.
+    pub(super) fn question_credential(
+        &self,
+        upstream: &Upstream,
+        tls: &ClientTls,
+    ) -> QuestionCredential {
+        match question_credential(upstream, self.class, tls) {
+            QuestionCredential::None => {
+                let authorization = self.authorization.borrow().clone();
+                authorization.map_or(QuestionCredential::None, QuestionCredential::Token)
+            }
+            configured => configured,
         }
     }
 

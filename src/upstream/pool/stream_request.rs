@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use http::HeaderValue;
 use jackstay_core::admission::Refusal;
 use jackstay_core::pool::{EndpointKey, Preference, StreamRequirements};
 use jackstay_core::request::status_error::StatusError;
@@ -23,6 +24,8 @@ pub struct StreamRequest<'a> {
     pub resource_version: Option<(&'a Arc<ResourceRecord>, u64)>,
     /// Endpoints that are not preferred, because the API group of the request fails there.
     pub avoided: Vec<EndpointKey>,
+    /// The `Authorization` of the client, with which it may be asked which apiserver a new connection has reached.
+    pub authorization: Option<&'a HeaderValue>,
     /// The subject that the client has proven, if the request is sent with a client certificate.
     pub client_subject: Option<&'a Subject>,
     /// The versions that the request prefers. A request that is not a watch has no preference after a failure by
@@ -38,6 +41,7 @@ impl<'a> StreamRequest<'a> {
             required: StreamRequirements::default(),
             resource_version: None,
             avoided: Vec::new(),
+            authorization: None,
             client_subject,
             versions: PreferredVersions::default(),
         }

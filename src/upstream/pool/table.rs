@@ -48,7 +48,7 @@ pub(super) fn row(
     ConnectionRow {
         candidate: candidate(connection, now),
         generation: connection.generation,
-        probe_is_failing: connection.endpoint.probe.is_failing(),
+        probe_is_failing: connection.probe().is_failing(),
         has_slow_heads: is_slow_head_round
             && connection.has_slow_response_heads(SLOW_HEAD_INTERVAL, now),
         is_mostly_proven: connection.is_mostly_proven(),

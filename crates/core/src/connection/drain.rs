@@ -19,6 +19,8 @@ pub enum DrainReason {
     ProbingEnded,
     /// The prober received no response on it.
     ProbeFailed,
+    /// The apiserver that it has reached behind a balancer is not ready.
+    NotReady,
     /// A fresh connection to the same endpoint works; this one does not.
     Superseded,
     /// Its class has too many connections to the endpoint.
@@ -28,7 +30,7 @@ pub enum DrainReason {
 /// How urgently streams that can move should leave a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DrainUrgency {
-    /// Its path is lost; or it drains, and its PING is late or its endpoint is degraded.
+    /// Its path is lost, or its apiserver is not ready; or it drains, and its PING is late or its endpoint is degraded.
     Immediate,
     /// It works, but its certificate was replaced or its endpoint was removed.
     Relaxed,
@@ -36,7 +38,7 @@ pub enum DrainUrgency {
 
 impl DrainReason {
     /// Every reason.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 11] = [
         Self::Idle,
         Self::ConfigurationRemoved,
         Self::IdentityUnusable,
@@ -45,6 +47,7 @@ impl DrainReason {
         Self::EndpointRemoved,
         Self::ProbingEnded,
         Self::ProbeFailed,
+        Self::NotReady,
         Self::Superseded,
         Self::ConnectionLimit,
     ];
@@ -60,6 +63,7 @@ impl DrainReason {
             Self::EndpointRemoved => "endpoint removed",
             Self::ProbingEnded => "no longer probed",
             Self::ProbeFailed => "probe failed",
+            Self::NotReady => "its apiserver is not ready",
             Self::Superseded => "a fresh connection works, this one does not",
             Self::ConnectionLimit => "connection limit",
         }
@@ -69,6 +73,7 @@ impl DrainReason {
     /// is no stream or no connection to which it could move.
     pub fn urgency(self) -> Option<DrainUrgency> {
         match self {
+            Self::NotReady => Some(DrainUrgency::Immediate),
             Self::CertificateRotated | Self::EndpointRemoved | Self::ConnectionLimit => {
                 Some(DrainUrgency::Relaxed)
             }

@@ -82,6 +82,7 @@ impl SuitableEndpoints {
             required,
             resource_version: wanted.map(|(record, version)| (record, *version)),
             avoided: self.avoided.clone(),
+            authorization: None,
             versions: self.preferred_versions(),
             client_subject: proof.subject(),
         }

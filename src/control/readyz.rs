@@ -39,7 +39,7 @@ use crate::upstream::Upstream;
 use crate::upstream::connection::{ConnectionState, DrainReason};
 use crate::upstream::connection_probe::others_are_ready;
 use crate::upstream::endpoint::{Endpoint, EndpointState, Observation, ProbeCredential};
-use crate::upstream::readyz::ReadyzResult;
+use crate::upstream::readyz_question::ReadyzResult;
 
 /// What else asks the endpoint on the connection of the prober.
 struct ConnectionUsers<'a> {

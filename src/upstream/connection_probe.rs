@@ -27,7 +27,7 @@ use super::backends::{QuestionCredential, question_credential};
 use super::connection::{Connection, DrainReason};
 use super::credentials::ClientTls;
 use super::endpoint::ProbeSignals;
-use super::readyz::{ReadyzResult, ask};
+use super::readyz_question::{ReadyzResult, ask};
 use super::shared::Upstream;
 
 /// Starts to probe a new connection, if its endpoint does not say which apiserver it has reached.

@@ -42,6 +42,7 @@ pub mod list_source;
 pub mod pool;
 pub(crate) mod question;
 pub(crate) mod readyz;
+pub(crate) mod readyz_question;
 pub mod rebalance;
 pub mod resource_versions;
 pub mod restores;

@@ -33,7 +33,7 @@ use crate::upstream::Upstream;
 use crate::upstream::connection::ConnectionState;
 use crate::upstream::credentials::IdentityState;
 use crate::upstream::endpoint::{Endpoint, Observation, ProbeCredential};
-use crate::upstream::readyz::ReadyzResult;
+use crate::upstream::readyz_question::ReadyzResult;
 
 /// Interval of the checks whether a credential has been loaded.
 const CREDENTIAL_CHECK: Duration = Duration::from_secs(1);

@@ -12,7 +12,7 @@ use jackstay_sys::clock;
 use crate::upstream::Upstream;
 use crate::upstream::connection::{Connection, ConnectionState};
 use crate::upstream::endpoint::{Endpoint, ProbeCredential};
-use crate::upstream::readyz::ReadyzResult;
+use crate::upstream::readyz_question::ReadyzResult;
 
 /// Records which connections and credentials the probes of one endpoint have.
 #[derive(Debug)]

@@ -12,7 +12,8 @@ use super::refusals::judge;
 use crate::upstream::Upstream;
 use crate::upstream::connection::Connection;
 use crate::upstream::endpoint::{Endpoint, ProbeCredential, ProbeTrigger};
-use crate::upstream::readyz::{ReadyzCheck, ReadyzResult, ask};
+use crate::upstream::readyz::ReadyzCheck;
+use crate::upstream::readyz_question::{ReadyzResult, ask};
 
 /// Sends a probe on `connection`, with `token` if there is one, and records its result for `/status`. With
 /// `with_livez` the endpoint must also answer `/livez`.

@@ -291,6 +291,7 @@ fn setup_request(
         port: address.port,
         config: config.to_owned(),
         upstreams: apiservers.upstreams.clone(),
+        is_balancer: apiservers.is_balancer,
         authority: apiservers.authority.as_ref().map(ToString::to_string),
         server_name: apiservers.names.upstream.clone(),
         shared_name: apiservers.names.shared_name().map(ToOwned::to_owned),

@@ -16,7 +16,7 @@ mod serving;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 
-use jackstay_config::{COPIED_CERTIFICATE, COPIED_KEY};
+use jackstay_config::{COPIED_CERTIFICATE, COPIED_KEY, EndpointKind};
 use jackstay_kubeconfig::ResolvedContext;
 use jackstay_kubeconfig::to_yaml;
 use jackstay_kubeconfig::{Credential, PemSource};
@@ -103,11 +103,15 @@ pub fn plan(context: &ResolvedContext, request: &SetupRequest) -> Result<SetupPl
     if probe.is_none() && listener.identities.is_empty() && ca_file.is_some() {
         plan.notes.push(anonymous_probe_note(request.mode, &context.credential));
     }
+    let serves_flows =
+        request.mode == SetupMode::Passthrough || !listener.passthrough_server_names.is_empty();
     let upstream = UpstreamSection {
         name: "control-plane",
         path_prefix: context.path_prefix.to_string(),
         authority: request.authority.clone(),
         endpoints,
+        // A flow cannot see which apiserver it has reached.
+        kind: (request.is_balancer && !serves_flows).then_some(EndpointKind::Balancer),
         health: probe.map(|readyz| HealthSection { readyz }),
         tls: UpstreamTlsSection { ca_file, server_name: request.server_name.clone() },
     };

@@ -28,6 +28,8 @@ use crate::kubeconfig::verified_names::{
 pub(super) struct Apiservers {
     /// Apiservers besides the one in the kubeconfig.
     pub(super) upstreams: Vec<String>,
+    /// Whether one of them leads to several.
+    pub(super) is_balancer: bool,
     /// The authority of requests; `None` leaves that of the clients.
     pub(super) authority: Option<Authority>,
     /// The names to verify.
@@ -107,7 +109,8 @@ pub(super) fn find(
         notes.extend(behind.iter().filter_map(|one| backends_note(one, is_terminated, is_only)));
         notes.extend(redundancy_note(&own, &upstreams, &wrong, left_out, members));
     }
-    Ok(Apiservers { upstreams, authority, names, warnings, notes })
+    let is_balancer = behind.iter().any(|address| address.several().is_some());
+    Ok(Apiservers { upstreams, is_balancer, authority, names, warnings, notes })
 }
 
 fn refuse_discovery_below_a_path(
@@ -421,7 +424,7 @@ fn backends_note(behind: &AddressBackends, is_terminated: bool, is_only: bool) -
     let AddressBackends { address, connections, .. } = behind;
     if let Some(apiservers) = behind.several() {
         let promise = if is_terminated {
-            "with kind: balancer in the upstream jackstay judges each of them by itself and uses two at a time"
+            "jackstay judges each of them by itself and uses two at a time"
         } else {
             "in mode passthrough jackstay cannot see which one a flow has reached, so a sick one must be left out by the \
              load balancer"
@@ -433,8 +436,8 @@ fn backends_note(behind: &AddressBackends, is_terminated: bool, is_only: bool) -
     (is_only && behind.is_always_one()).then(|| {
         format!(
             "{connections} connections to {address} have reached one apiserver: it is one, or a load balancer of several \
-             that cannot be told apart, or one that sends all connections of this machine to the same one (client IP \
-             affinity)"
+             that cannot be told apart (set kind: balancer in the upstream, if it is), or one that sends all connections of \
+             this machine to the same one (client IP affinity)"
         )
     })
 }
@@ -472,8 +475,7 @@ mod tests {
         assert_eq!(
             terminated,
             "10.0.0.5:443 leads to several apiservers: 6 connections have reached 2 apiservers (10.0.0.11:6443, \
-             10.0.0.12:6443); with kind: balancer in the upstream jackstay judges each of them by itself and uses two at a \
-             time"
+             10.0.0.12:6443); jackstay judges each of them by itself and uses two at a time"
         );
         let passed_through = backends_note(&balancer, false, false).unwrap();
         assert!(passed_through.contains("cannot see which one a flow has reached"));

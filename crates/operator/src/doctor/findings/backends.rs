@@ -6,14 +6,15 @@ use crate::doctor::observations::{
 };
 
 /// What follows for jackstay if an address leads to several apiservers.
-const OF_BALANCER: &str = "In mode terminate, with kind: balancer in the upstream, jackstay judges each of them by itself and uses two at \
+const OF_BALANCER: &str = "In mode terminate jackstay judges each of them by itself and uses two at \
                            a time. In mode passthrough it cannot see which one a flow has reached, so a sick one must be left out by \
                            the load balancer: name the apiservers themselves if this machine reaches them.";
 /// What it means that all connections have reached one apiserver.
 const OF_ONE: &str = "It is one apiserver, or a load balancer of several that show the same certificate and advertise the \
                       same address, or one with client IP affinity (session persistence), which sends all connections of \
-                      this machine to one of them. In each case nothing takes over while it is sick: name other apiservers \
-                      as endpoints, or turn the affinity off.";
+                      this machine to one of them. If it is a load balancer, set kind: balancer in the upstream: then \
+                      jackstay judges each connection by itself. One apiserver and affinity leave nothing that takes over \
+                      while it is sick: name other apiservers as endpoints, or turn the affinity off.";
 
 /// Says what is behind the addresses that were examined.
 pub(super) fn behind(observations: &Observations, found: &mut Vec<Finding>) {

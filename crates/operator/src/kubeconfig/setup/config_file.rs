@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
-use jackstay_config::{CertPaths, IdentitySource};
+use jackstay_config::{CertPaths, EndpointKind, IdentitySource};
 use serde::Serialize;
 
 use super::plan::SetupMode;
@@ -24,6 +24,8 @@ pub(super) struct UpstreamSection {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) authority: Option<String>,
     pub(super) endpoints: Vec<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) kind: Option<EndpointKind>,
     #[serde(skip_serializing_if = "UpstreamTlsSection::is_empty")]
     pub(super) tls: UpstreamTlsSection,
     #[serde(skip_serializing_if = "Option::is_none")]

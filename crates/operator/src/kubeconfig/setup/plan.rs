@@ -31,6 +31,8 @@ pub struct SetupRequest {
     pub config: PathBuf,
     /// Apiservers besides the one in the kubeconfig.
     pub upstreams: Vec<String>,
+    /// Whether an endpoint leads to several apiservers.
+    pub is_balancer: bool,
     /// The authority of requests; `None` leaves that of the clients.
     pub authority: Option<String>,
     /// Name that the certificates of all apiservers must contain; `None` means the host of each one.

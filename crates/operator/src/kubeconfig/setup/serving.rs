@@ -156,6 +156,7 @@ mod tests {
     fn request(directory: &Path) -> SetupRequest {
         SetupRequest {
             authority: None,
+            is_balancer: false,
             mode: SetupMode::Terminate,
             host: "127.0.0.1".into(),
             port: 7443,

@@ -7,11 +7,14 @@ use super::super::table::{Tone, clean};
 use super::{View, list_at, text_at};
 
 impl View {
-    /// A line for each address that leads to several apiservers.
+    /// A line for each address that leads to several apiservers, or to none.
     pub(super) fn balancers(&self, upstream: &Value, out: &mut String) {
         for address in list_at(upstream, "balancers") {
+            let endpoints = list_at(upstream, "endpoints");
             let (text, tone) = match text_at(address, "kind") {
-                "balancer" => (balancer(address, list_at(upstream, "endpoints")), Tone::Dim),
+                _ if address["reached"] == false => (dark(address), Tone::Warn),
+                "balancer" => (balancer(address, endpoints), Tone::Dim),
+                "indistinct" => (indistinct(address, endpoints), Tone::Dim),
                 "unreliable" => (unreliable(address), Tone::Warn),
                 _ => continue,
             };
@@ -22,8 +25,34 @@ impl View {
 }
 
 fn balancer(balancer: &Value, endpoints: &[Value]) -> String {
-    let address = text_at(balancer, "address");
     let names: Vec<_> = list_at(balancer, "backends").iter().filter_map(Value::as_str).collect();
+    let (in_use, connections) = in_use(balancer, endpoints);
+    format!(
+        "balancer {}: {} seen ({}), {in_use} in use, {connections}",
+        text_at(balancer, "address"),
+        quantity(names.len() as u64, "apiserver"),
+        names.join(", "),
+    )
+}
+
+fn indistinct(balancer: &Value, endpoints: &[Value]) -> String {
+    let (_, connections) = in_use(balancer, endpoints);
+    format!(
+        "balancer {}: its apiservers cannot be told apart, so each connection is judged by its own /readyz; {connections}",
+        text_at(balancer, "address")
+    )
+}
+
+fn dark(balancer: &Value) -> String {
+    format!(
+        "{}: no connection has reached an apiserver when it was last examined; jackstay tries again",
+        text_at(balancer, "address")
+    )
+}
+
+/// Number of endpoints behind the address, and their connections.
+fn in_use(balancer: &Value, endpoints: &[Value]) -> (usize, String) {
+    let address = text_at(balancer, "address");
     // The address of such an endpoint is that of the balancer and the name of the apiserver: `LB:PORT/BACKEND`.
     let of_address = |endpoint: &&Value| {
         let name = text_at(endpoint, "address").strip_prefix(address);
@@ -31,13 +60,7 @@ fn balancer(balancer: &Value, endpoints: &[Value]) -> String {
     };
     let in_use: Vec<_> = endpoints.iter().filter(of_address).collect();
     let connections: u64 = in_use.iter().map(|one| list_at(one, "connections").len() as u64).sum();
-    format!(
-        "balancer {address}: {} seen ({}), {} in use, {}",
-        quantity(names.len() as u64, "apiserver"),
-        names.join(", "),
-        in_use.len(),
-        quantity(connections, "connection")
-    )
+    (in_use.len(), quantity(connections, "connection"))
 }
 
 fn unreliable(balancer: &Value) -> String {
@@ -62,17 +85,23 @@ mod tests {
             "endpoints": [
                 {"address": "10.0.0.5:443/10.0.0.11:6443", "connections": connections(4)},
                 {"address": "10.0.0.5:443/10.0.0.12:6443", "connections": connections(3)},
+                {"address": "10.0.0.9:443/any-1", "connections": connections(2)},
                 {"address": "10.0.0.5:4431", "connections": connections(9)}],
             "balancers": [
                 {"address": "10.0.0.5:443", "kind": "balancer",
                  "backends": ["10.0.0.11:6443", "10.0.0.12:6443", "certificate\u{1b}[2J"]},
                 {"address": "10.0.0.6:443", "kind": "unreliable", "backends": []},
+                {"address": "10.0.0.9:443", "kind": "indistinct", "reached": true, "backends": []},
+                {"address": "10.0.0.10:443", "kind": "balancer", "reached": false, "backends": ["10.0.0.11:6443"]},
                 {"address": "10.0.0.7:443", "kind": "apiserver", "backends": ["10.0.0.7:443"]},
                 {"address": "10.0.0.8:443", "kind": "unknown", "backends": []}]}]});
         let text = text(&status, Style::default());
         for part in [
             "\nbalancer 10.0.0.5:443: 3 apiservers seen (10.0.0.11:6443, 10.0.0.12:6443, certificate [2J), 2 in use, 7 \
              connections\n",
+            "\nbalancer 10.0.0.9:443: its apiservers cannot be told apart, so each connection is judged by its own \
+             /readyz; 2 connections\n",
+            "\n10.0.0.10:443: no connection has reached an apiserver when it was last examined; jackstay tries again\n",
             "\nbalancer 10.0.0.6:443: its apiservers cannot be recognised, because its connections show ever new \
              certificates or addresses\n",
         ] {

@@ -4,8 +4,9 @@
 //! | result | effect |
 //! |---|---|
 //! | overdue, or the first failure | the connection has a warning sign: requests on it may start a second attempt, and all other such connections are probed |
-//! | a failure that counts ([`Prober`]), or the answer that the apiserver is not ready, while others are ready | the connection drains, and its watches move |
-//! | the same, while no other one is | none: a new connection would be no better |
+//! | the answer that the apiserver is not ready, or `fall` failures in a row, if another one was ready in the last interval | the connection drains, and its watches move |
+//! | no answer, if another one has answered meanwhile | the same |
+//! | any failure, if no other one is ready | none: a new connection would be no better |
 //! | refused | none, as at an endpoint |
 //!
 //! All such connections together are probed once in an interval, so that an apiserver is not asked more often than by
@@ -70,17 +71,18 @@ async fn run(
         let sent_at = clock::now();
         let with_livez = prober.sent(sent_at);
         let (code, result) = probe(upstream, connection, tls, signals, with_livez).await;
-        let response = match result {
+        let response = match &result {
             ReadyzResult::Ready => Response::Ready,
             ReadyzResult::Refused => Response::Refused,
             ReadyzResult::ConnectionLost => return,
             ReadyzResult::Starting(_) | ReadyzResult::NotReady(_) => Response::NotReady,
         };
-        let counts = prober.received(response, rules(upstream));
-        if response == Response::NotReady {
+        let counts = prober.received(response, rules(upstream)) || code.is_some();
+        if let ReadyzResult::Starting(reason) | ReadyzResult::NotReady(reason) = &result {
             warn(upstream, connection, signals);
-            if (counts || code.is_some()) && others_are_ready(upstream, sent_at) {
-                return connection.drain(DrainReason::NotReady);
+            let is_proven = counts && others_are_ready(upstream, sent_at);
+            if is_proven || upstream.backends.has_ready_since(sent_at) {
+                return leave(connection, reason);
             }
         } else {
             signals.set_failing(false);
@@ -88,6 +90,21 @@ async fn run(
         }
         prober.plan(response, true, rules(upstream), fastrand::f64());
     }
+}
+
+/// The apiserver of the connection is not ready, and another one is.
+fn leave(connection: &Connection, reason: &str) {
+    let (upstream, endpoint) = (&*connection.endpoint.upstream, &*connection.endpoint.label);
+    let (class, watches) = (connection.class().as_str(), connection.watches());
+    tracing::warn!(
+        upstream,
+        endpoint,
+        class,
+        reason,
+        watches,
+        "connection left: the apiserver that it has reached is not ready"
+    );
+    connection.drain(DrainReason::NotReady);
 }
 
 /// Sends one probe. After half of its timeout it counts as overdue.

@@ -347,13 +347,17 @@ impl Pool {
     /// Starts a connect to an endpoint. The new connection joins the class.
     fn dial(&self, class: &Rc<ClassPool>, endpoint: &Arc<Endpoint>, tls: &Arc<ClientTls>) {
         let Some(pool) = self.this.upgrade() else { return };
+        let credential = class.question_credential(&self.upstream, tls);
+        if class.awaits_token(endpoint, &credential) {
+            class.machine.borrow_mut().connect_ended(endpoint.key());
+            return;
+        }
         let (class, endpoint, tls) = (Rc::clone(class), Arc::clone(endpoint), Arc::clone(tls));
         tokio::task::spawn_local(async move {
             let config = pool.upstream.config();
             let limit = endpoint.connect_timeout(config.health.connect_timeout);
             let max_streams = config.connections.max_streams;
             drop(config);
-            let credential = class.question_credential(&pool.upstream, &tls);
             let dial = (&*endpoint, &*tls);
             match dial_backend(&pool.upstream, dial, limit, max_streams, credential).await {
                 Ok(established) => {

@@ -16,6 +16,7 @@ class Settings:
     watch_termination: Optional[int] = None  # seconds for which a shutdown ends watches one after another
     request_timeout: Optional[int] = None  # seconds after which a request is answered with 504; 8 in the rig, 60 by default
     serving_cert: Optional[tuple] = None  # certificate and key
+    external_hostname: Optional[str] = None  # what /api advertises, in place of the address
     anonymous_paths: Optional[tuple] = None  # structured authentication: no other path is served without a credential
 
     def flags(self, authentication):
@@ -35,6 +36,8 @@ class Settings:
             flags.append(f"--request-timeout={self.request_timeout}s")
         if self.serving_cert:
             flags += [f"--tls-cert-file={self.serving_cert[0]}", f"--tls-private-key-file={self.serving_cert[1]}"]
+        if self.external_hostname:
+            flags.append(f"--external-hostname={self.external_hostname}")
         if self.anonymous_paths is not None:
             authentication.write_text(json.dumps({
                 "apiVersion": "apiserver.config.k8s.io/v1", "kind": "AuthenticationConfiguration",

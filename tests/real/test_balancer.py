@@ -56,6 +56,7 @@ class BalancerCase(LoadCase):
 
     BALANCER = None
     LISTENER = 7551
+    KIND = KIND
 
     @classmethod
     def prepare(cls):
@@ -66,14 +67,17 @@ class BalancerCase(LoadCase):
         cls.server = cls.jackstay.server
 
     @classmethod
-    def create_jackstay(cls, name, port, kind=KIND):
+    def create_jackstay(cls, name, port, kind=None):
         def adapt(config):
-            config["upstreams"][0]["kind"] = kind
+            config["upstreams"][0]["kind"] = kind or cls.KIND
         return Jackstay(cls.rig, [cls.rig.admin_cert, cls.rig.load_cert], [ENDPOINT], adapt=adapt, log_name=name, port=port, admin=port + 2200)
 
     def setUp(self):
         super().setUp()
-        wait_for("apiservers as endpoints", lambda: are_ready(self.jackstay), 60)
+        wait_for("apiservers as endpoints", self.is_ready, 60)
+
+    def is_ready(self):
+        return are_ready(self.jackstay)
 
     def victim(self):
         """The apiserver with most watches of those that are endpoints, without the one that the rig uses."""
@@ -346,6 +350,50 @@ class SharedCertificate(BalancerCase, unittest.TestCase):
     def test_apiserver_cut_off_from_etcd(self):
         self.fault("one of a shared certificate cut off from etcd, tokens", lambda: self.rig.faults.drop_etcd(self.busiest_apiserver().name),
                    CUT, slowest_read=3.5, busy=3, flags={"token": ADMIN_TOKENS["admin-1"]})
+
+
+@long_form("SharedCertificate has apiservers that are told apart")
+class Indistinct(BalancerCase, unittest.TestCase):
+    """Apiservers that share a certificate and advertise one address, as those of HyperShift. Each connection is judged by
+    its own /readyz."""
+
+    FAULTY, LISTENER, KIND = "de", 7570, "balancer"
+
+    @classmethod
+    def BALANCER(cls, rig):
+        certificate = rig.pki.issue("shared", "/CN=kube-apiserver", [*EXTRA_ADDRESSES.values(), LOAD_BALANCER, "127.0.0.1", "kubernetes"])
+        cls.addClassCleanup(rig.stop_extra)
+        settings = Settings(serving_cert=certificate, external_hostname="api.example.com")
+        rig.start_extra(**{name: settings for name in EXTRA_ADDRESSES})
+        return Nftables(rig, tuple(EXTRA_ADDRESSES.values()))
+
+    def is_ready(self):
+        """Two sets of connections are ready."""
+        endpoints = self.jackstay.status()["upstreams"][0]["endpoints"]
+        names = sorted(endpoint["address"].partition("/")[2] for endpoint in endpoints)
+        return names == ["any-1", "any-2"] and all(endpoint["state"] == "ready" for endpoint in endpoints)
+
+    def victim(self):
+        return self.busiest_apiserver()
+
+    def check_endpoints(self, what):
+        with self.subTest(f"{what}: endpoints afterwards"):
+            wait_for("two sets of connections", self.is_ready, SETTLED)
+
+    def test_apiserver_cut_off_from_etcd(self):
+        self.cut_off_from_etcd()
+
+    def test_established_flows_dropped(self):
+        self.flows_dropped()
+
+    def test_apiserver_killed_and_restarted(self):
+        self.killed_and_restarted()
+
+    def test_apiserver_stopped(self):
+        self.stopped()
+
+    def test_apiserver_unreachable(self):
+        self.dark()
 
 
 class StartingBehindBalancer(test_starting.StartingCase):

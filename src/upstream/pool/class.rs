@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use http::HeaderValue;
+use jackstay_core::backends::BackendId;
 use jackstay_core::connection::ConnectionState;
 use jackstay_core::pool::limits::max_connections;
 use jackstay_core::pool::{Candidate, Class, ConnectionRow, only_suspect_to};
@@ -77,6 +78,19 @@ impl ClassPool {
     /// The credential class that the connections serve.
     pub fn credential_class(&self) -> CredentialClass {
         self.class
+    }
+
+    /// Whether no connection is opened until a request waits, whose token shows which apiserver it has reached.
+    pub(super) fn awaits_token(
+        &self,
+        endpoint: &Endpoint,
+        credential: &QuestionCredential,
+    ) -> bool {
+        let backend = endpoint.backend.as_ref();
+        backend.is_some_and(|backend| matches!(backend.id, BackendId::Address(_)))
+            && matches!(credential, QuestionCredential::None)
+            && self.class != CredentialClass::Anonymous
+            && self.machine.borrow().waiting() == 0
     }
 
     /// Whether a connection is live.

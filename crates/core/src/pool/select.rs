@@ -83,6 +83,9 @@ pub struct StreamRequirements {
     pub previous_failure: Option<PreviousFailure>,
     /// Endpoints that must not be used.
     pub excluded: Vec<EndpointKey>,
+    /// Connections that must not be used, although others to their endpoints may be. Another one is opened if there is
+    /// none.
+    pub excluded_connections: Vec<ConnectionKey>,
     /// When the request lost its previous connection, if it had one.
     pub without_connection_since: Option<Instant>,
 }
@@ -90,7 +93,7 @@ pub struct StreamRequirements {
 impl StreamRequirements {
     /// Whether a request with these requirements can use any stream that another request can use.
     pub(super) fn is_unrestricted(&self) -> bool {
-        !self.long_running && self.excluded.is_empty()
+        !self.long_running && self.excluded.is_empty() && self.excluded_connections.is_empty()
     }
 }
 
@@ -170,6 +173,7 @@ fn may_take(
     is_alive
         && candidate.free_streams > 0
         && !required.excluded.contains(&candidate.endpoint)
+        && !required.excluded_connections.contains(&candidate.connection)
         && (!required.long_running
             || leaves_streams_for_requests(candidate, table, scope.max_connections))
 }

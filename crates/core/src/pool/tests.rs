@@ -158,6 +158,11 @@ fn select_takes_only_connections_that_may_carry_the_request() {
         let required =
             StreamRequirements { excluded: vec![EndpointKey(10)], ..StreamRequirements::default() };
         assert!(taken(&table, &required, scope, &[]).is_empty(), "excluded");
+        let required = StreamRequirements {
+            excluded_connections: vec![ConnectionKey(0)],
+            ..StreamRequirements::default()
+        };
+        assert!(taken(&table, &required, scope, &[]).is_empty(), "excluded connection");
     }
 }
 
@@ -670,6 +675,38 @@ fn plan_dials_the_targets_of_a_class_that_is_warm_or_in_use() {
     class.leave(id);
     class.request(false, false, start + seconds(300));
     assert_eq!(dials(&mut class, 300, false, false), 2, "a request has come");
+}
+
+#[test]
+fn plan_opens_a_connection_besides_those_that_a_request_excludes() {
+    let now = Instant::now();
+    let endpoints = [10, 11].map(endpoint_row);
+    let row = |(key, endpoint)| connection_row(candidate(key, endpoint, now), now);
+    // The connections with their endpoints, those that are excluded, an excluded endpoint, and where one is opened.
+    for (open, excluded, excluded_endpoint, expected) in [
+        (&[(1, 10), (2, 11)][..], &[][..], 0, &[][..]),
+        (&[(1, 10), (2, 11)], &[1], 11, &[0]),
+        (&[(1, 10), (3, 10), (2, 11)], &[1], 11, &[]),
+        (&[(1, 10), (3, 10), (2, 11)], &[1, 3], 11, &[0]),
+        // One to another endpoint was lost meanwhile.
+        (&[(1, 10), (2, 11)], &[7], 11, &[]),
+        (&[(1, 10), (2, 11)], &[1], 10, &[]),
+    ] {
+        let required = StreamRequirements {
+            excluded: vec![EndpointKey(excluded_endpoint)],
+            excluded_connections: excluded.iter().map(|&key| ConnectionKey(key)).collect(),
+            ..StreamRequirements::default()
+        };
+        let mut class = Class::new(CredentialClass::Token, now);
+        class.begin_wait(&[], required, (), now).unwrap();
+        let mut rows: Vec<_> = open.iter().copied().map(row).collect();
+        let effects = class.plan(&mut rows, &around(&endpoints, now), |_| true);
+        let dials: Vec<_> = expected.iter().map(|&endpoint| ClassEffect::Dial(endpoint)).collect();
+        assert_eq!(effects, dials, "{open:?} {excluded:?} {excluded_endpoint}");
+        // While it is opened, no further one is.
+        let effects = class.plan(&mut rows, &around(&endpoints, now), |_| true);
+        assert_eq!(effects, [], "{open:?} {excluded:?} {excluded_endpoint}");
+    }
 }
 
 #[test]

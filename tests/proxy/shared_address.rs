@@ -3,8 +3,10 @@
 //! cache says nothing about the next one.
 
 use crate::support::balancer::Balancer;
+use crate::support::wait::until_within;
 use crate::support::{
-    CONFIGMAPS, Certs, Proxy, TestCluster, config_map, join_all, until, without_suspicion,
+    CONFIGMAPS, Certs, PATIENCE, Proxy, TestCluster, config_map, join_all, pause, until,
+    without_suspicion,
 };
 use http::StatusCode;
 use jackstay_apiserver::client::Client;
@@ -14,6 +16,8 @@ use jackstay_apiserver::{ApiServerHandle, Options, RequestHook, ScriptedResponse
 use jackstay_config::{Config, EndpointKind};
 use serde_json::{Value, json};
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 const OBJECT: &str = "/api/v1/namespaces/default/configmaps/m";
@@ -194,6 +198,44 @@ async fn caches_that_differ_by_200_ms_neither_turn_back_a_read_nor_lower_a_floor
     }
     assert!(back.is_empty(), "{} of 160 reads went back: {back:?}", back.len());
     rig.expect_floors_kept().await;
+}
+
+/// The prober reaches an apiserver that answers a most-recent list with an old state. Another connection shows that
+/// etcd was not restored.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn old_revision_on_one_connection_is_no_restore() {
+    let mut rig = Rig::start(2, |_| {}).await;
+    let is_asked = Arc::new(AtomicBool::new(false));
+    let asked = Arc::clone(&is_asked);
+    let old: RequestHook = Arc::new(move |request| {
+        let is_revision = request.uri.path() == "/api/v1/services"
+            && request.headers.get("user-agent").is_some_and(|agent| agent == "jackstay-readyz");
+        asked.fetch_or(is_revision, Relaxed);
+        let meta = json!({ "resourceVersion": "2" });
+        is_revision.then(|| {
+            answer(&json!({ "kind": "ServiceList", "apiVersion": "v1", "metadata": meta, "items": [] }))
+        })
+    });
+    until("the revision was read", async || {
+        rig.write().await;
+        rig.read(&list()).await;
+        let records = rig.cluster.state.audit().records();
+        records.iter().filter(|record| record.path == "/api/v1/services?limit=1").count() >= 2
+    })
+    .await;
+    rig.cluster.servers[0].set_faults(|faults| faults.on_request = Some(old));
+    // A process that may be a new one is asked, and then the suspicion is decided. Each reset moves one connection.
+    let mut resets = (0..rig.cluster.servers.len()).cycle();
+    until_within(2 * PATIENCE, "the old revision was read", async || {
+        let next = resets.next().unwrap_or_default();
+        rig.cluster.servers[next].reset_connections();
+        pause(Duration::from_millis(700)).await;
+        is_asked.load(Relaxed)
+    })
+    .await;
+    pause(Duration::from_secs(2)).await;
+    rig.expect_floors_kept().await;
+    assert!(rig.proxy.status().await["upstreams"][0]["restore"].is_null());
 }
 
 /// Each apiserver behind the address is known, two of them are endpoints, and a third one has shown the floor.

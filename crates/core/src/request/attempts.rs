@@ -273,7 +273,7 @@ impl<C> Attempts<C> {
         StreamRequirements {
             // The request has waited on one connection without a response. Another suspect one would probably not
             // answer either.
-            live_only: matches!(previous, PreviousFailure::Silence(_)) && connection.is_silent,
+            live_only: matches!(previous, PreviousFailure::Silence(..)) && connection.is_silent,
             previous_failure: Some(previous),
             excluded: self.excluded.clone(),
             excluded_connections: self.excluded_connections.clone(),

@@ -494,7 +494,7 @@ fn rejection_is_kept_as_its_stage_says() {
 #[test]
 fn requirements_follow_from_the_failure() {
     let (now, mut rng) = (Instant::now(), Rng::with_seed(1));
-    let silence = PreviousFailure::Silence(ConnectionKey(10));
+    let silence = PreviousFailure::Silence(ConnectionKey(10), EndpointKey(1));
     let refusal = PreviousFailure::Refusal(ConnectionKey(10), EndpointKey(1));
     for (stage, is_silent, previous, live_only) in [
         (Stage::NotSent, false, silence, false),

@@ -44,9 +44,9 @@ pub struct ConsistentRead {
     form: ReadForm,
     /// The floor of the client when the request arrived. What concurrent requests show does not count for it.
     floor: FloorVersions,
-    /// Whether kube-apiserver itself serves the resource. The version of a custom list may come only at its end, and
-    /// the replicas of an aggregated apiserver may have stores of their own.
-    is_built_in: bool,
+    /// Whether it is a list of any version that kube-apiserver itself serves. The version of a custom one may come only
+    /// at its end.
+    is_built_in_list: bool,
     enforcement: Enforcement,
     /// Number of answers by an apiserver that was asked for the floor and had not reached it.
     denials: u32,
@@ -134,7 +134,7 @@ impl ConsistentRead {
         Self {
             form,
             floor,
-            is_built_in: is_built_in_group(group_of(resource)),
+            is_built_in_list: form == ReadForm::AnyList && is_built_in_group(group_of(resource)),
             enforcement: Enforcement::Cache,
             denials: 0,
             asked_elsewhere: false,
@@ -197,7 +197,7 @@ impl ConsistentRead {
     /// Whether the version of the answer is compared with the floor before it is forwarded, and another answer can be
     /// asked for.
     fn is_compared(&self) -> bool {
-        self.is_built_in && self.form == ReadForm::AnyList && !self.asked_elsewhere
+        self.is_built_in_list && !self.asked_elsewhere
     }
 
     /// Whether the version of a response with this status is to be compared with the floor.
@@ -249,7 +249,7 @@ impl ConsistentRead {
     /// | unchanged, because the list was expected to have reached the floor | | with the floor, at any endpoint |
     /// | with the floor | another endpoint is ready, and an attempt follows the next | at another endpoint |
     /// | with the floor | another connection may reach another apiserver, fewer than [`MAX_DENIALS`] answers, and two attempts follow | on another connection |
-    /// | with the floor | an apiserver may not have been asked, and the resource is built in; an attempt follows the next | most recent |
+    /// | with the floor | an apiserver may not have been asked; an attempt follows the next | most recent |
     /// | the same | the same, but the attempts are used up | not: the client gets the response, after which it repeats the request |
     /// | with the floor, or most recent | otherwise | without the floor |
     /// | with the client's version | the first time, and another endpoint or connection is left | there |
@@ -280,7 +280,7 @@ impl ConsistentRead {
             {
                 AfterNotReached::AskOther
             }
-            (true, _) if asks_cache && may_be_hidden && self.is_built_in => {
+            (true, _) if asks_cache && may_be_hidden => {
                 if attempts_left >= 2 {
                     AfterNotReached::AskMostRecent
                 } else {
@@ -459,10 +459,7 @@ mod tests {
             (AnyList, "pods", Connection, 1, Respond),
             (AnyGet, "pods", Hidden, 2, AskMostRecent),
             (AnyGet, "pods", Hidden, 1, Respond),
-            // The replicas of an aggregated apiserver may have stores of their own.
-            (AnyGet, "example.com/things", Connection, 3, AskOther),
-            (AnyGet, "example.com/things", Connection, 2, SendOriginal),
-            (AnyGet, "example.com/things", Hidden, 4, SendOriginal),
+            (AnyGet, "example.com/things", Hidden, 4, AskMostRecent),
             (ListNotOlderThan, "pods", Endpoint, 1, Respond),
         ] {
             let mut read = ConsistentRead::new(form, SEEN, resource);

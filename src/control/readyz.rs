@@ -9,6 +9,7 @@
 mod anonymous;
 mod capabilities;
 mod connection;
+mod further_connections;
 mod lag;
 mod reachability;
 mod refusals;

@@ -238,7 +238,7 @@ impl Metrics {
         self.registry.count(&names::HEDGES, &[outcome], 1);
     }
 
-    /// Counts what a version floor did to a request: `applied`, `redirected`, `fallen_back`, `reset` or `cut`.
+    /// Counts what a version floor did to a request: `applied`, `redirected`, `most_recent`, `fallen_back`, `reset` or `cut`.
     pub fn version_floor(&self, outcome: &'static str) {
         self.registry.count(&names::VERSION_FLOORS, &[outcome], 1);
     }

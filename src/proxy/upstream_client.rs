@@ -29,6 +29,7 @@ use crate::observe::{Metrics, RateLimitedWarnings};
 use crate::upstream::Upstream;
 use crate::upstream::connection::{Connection, Permit};
 use crate::upstream::pool::{Pool, WarmClasses};
+use crate::upstream::shared_address::may_hide_apiserver;
 
 /// See [`UpstreamClient::warnings`].
 const WARNING_INTERVAL: Duration = Duration::from_secs(60);
@@ -137,6 +138,11 @@ impl UpstreamClient {
     pub fn has_ready_endpoint_besides(&self, excluded: &[EndpointKey]) -> bool {
         let endpoints = self.pool.upstream().endpoints();
         has_ready_besides(endpoints.iter().map(|endpoint| endpoint.condition()), excluded)
+    }
+
+    /// Whether there may be an apiserver behind an address of the upstream that is no endpoint.
+    pub fn may_hide_apiserver(&self) -> bool {
+        may_hide_apiserver(&self.pool.upstream().endpoints())
     }
 
     /// The endpoints that are not asked after this one has refused a request ([`start_up::not_asked_after`]).

@@ -113,6 +113,7 @@ pub struct Endpoint {
     /// What flows show about the endpoint.
     pub flow_evidence: FlowEvidence,
     fallback: AtomicBool,
+    shared: AtomicBool,
     /// Notified when a connection is opened or closed.
     connections_changed: Notify,
     /// Notified when its process has died, and when the endpoint is removed from the set.
@@ -199,6 +200,7 @@ impl Endpoint {
             probe: ProbeSignals::default(),
             flow_evidence: FlowEvidence::new(clock::now()),
             fallback: AtomicBool::new(false),
+            shared: AtomicBool::new(false),
             connections_changed: Notify::new(),
             ended: Notify::new(),
         }))
@@ -314,6 +316,16 @@ impl Endpoint {
     /// Sets whether it is a fallback.
     pub fn set_fallback(&self, fallback: bool) {
         self.fallback.store(fallback, Ordering::Relaxed);
+    }
+
+    /// Whether its connections may reach several apiservers ([`super::shared_address`]).
+    pub fn is_shared(&self) -> bool {
+        self.shared.load(Ordering::Relaxed)
+    }
+
+    /// Sets whether its connections may reach several apiservers.
+    pub fn set_shared(&self, shared: bool) {
+        self.shared.store(shared, Ordering::Relaxed);
     }
 
     /// Major and minor version; `None` while unknown. One atomic load, because it is read for candidates of a pick.

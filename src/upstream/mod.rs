@@ -7,6 +7,7 @@
 //!   decides which connection is dead. [`flow_check`] asks it about an upgrade.
 //! * [`evacuation`] moves watches away from an apiserver whose `/readyz` fails, and [`rebalance`] moves
 //!   watches to one that has recovered. Both offer moves by [`watch_moves`].
+//! * [`shared_address`] decides which endpoints may lead to several apiservers.
 //! * [`question`] is a request of jackstay itself. [`backends`] asks which apiserver a connection has reached, and a
 //!   `connection_probe` whether that one is ready, if it cannot be told apart from others.
 //! * [`resource_versions`] records how far the watch cache of each endpoint has come.
@@ -47,6 +48,7 @@ pub mod rebalance;
 pub mod resource_versions;
 pub mod restores;
 mod shared;
+pub(crate) mod shared_address;
 pub(crate) mod stats;
 pub mod succession;
 pub(crate) mod trial;

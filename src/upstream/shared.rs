@@ -26,6 +26,7 @@ use super::endpoint_sources::Sources;
 use super::group_failures::GroupFailures;
 use super::resource_versions::ResourceVersions;
 use super::restores::Restores;
+use super::shared_address::mark_shared;
 use super::succession::Successions;
 use super::unordered_groups::UnorderedGroups;
 use super::version_floors::VersionFloors;
@@ -146,6 +147,7 @@ impl Upstream {
     /// calls [`Endpoint::remove`] for each endpoint that leaves the set.
     pub fn set_endpoints(&self, endpoints: Vec<Arc<Endpoint>>) {
         set_api_root(&endpoints, &self.config());
+        mark_shared(&endpoints, self.config().kind);
         self.endpoints.store(Arc::new(endpoints));
         self.endpoints_changed.notify_waiters();
     }
@@ -153,6 +155,7 @@ impl Upstream {
     /// Replaces the configuration and notifies the control plane.
     pub fn reconfigure(&self, config: config::Upstream) {
         set_api_root(&self.endpoints(), &config);
+        mark_shared(&self.endpoints(), config.kind);
         self.config.store(Arc::new(config));
         self.reconfigured.notify_one();
     }

@@ -40,13 +40,15 @@ pub struct Floor {
     bookmarks: AtomicU64,
     /// When the client has seen a list or a bookmark of a higher version, in milliseconds of the record.
     raised_at: AtomicU64,
+    /// Number of lists in a row that were older, after their heads had been forwarded.
+    older_lists: AtomicU64,
 }
 
 impl Floor {
     /// A floor without versions.
     pub fn new(record: Arc<ResourceRecord>) -> Self {
-        let (objects, lists, bookmarks, raised_at) = Default::default();
-        Self { record, objects, lists, bookmarks, raised_at }
+        let (objects, lists, bookmarks, raised_at, older_lists) = Default::default();
+        Self { record, objects, lists, bookmarks, raised_at, older_lists }
     }
 
     /// The client has seen an object with this version.
@@ -56,6 +58,7 @@ impl Floor {
 
     /// The client has seen a list with this version.
     pub fn raise_lists(&self, version: u64) {
+        self.older_lists.store(0, Ordering::Relaxed);
         self.raise_progress(&self.lists, version);
     }
 
@@ -79,6 +82,11 @@ impl Floor {
         Duration::from_millis(age) < LAG_LIMIT
     }
 
+    /// Whether each connection to `endpoint` is known to read a cache that has reached `version`.
+    pub fn is_reached_by(&self, endpoint: &Arc<Endpoint>, version: u64) -> bool {
+        !endpoint.is_shared() && self.record.has_reached(endpoint, version)
+    }
+
     /// What is known of `endpoint`, for a read with this floor.
     pub fn cache_of(&self, endpoint: &Arc<Endpoint>) -> EndpointCache {
         let now = clock::now();
@@ -86,7 +94,13 @@ impl Floor {
         let from_etcd = self.record.lists.come_from_etcd(now);
         let (reached, list) = self.record.versions_of(endpoint);
         let lists = ListOrigin::of(server, from_etcd, || self.is_progress_recent(now));
-        EndpointCache { endpoint: endpoint.key(), server, reached, list, lists }
+        let is_shared = endpoint.is_shared();
+        EndpointCache { endpoint: endpoint.key(), server, reached, list, lists, is_shared }
+    }
+
+    /// Records a list that was older than the floor. Returns the number of such lists in a row.
+    pub fn older_list(&self) -> u64 {
+        self.older_lists.fetch_add(1, Ordering::Relaxed) + 1
     }
 
     /// No endpoint has reached the floor: it is lowered to `version`, the highest one that an endpoint has. Returns

@@ -7,12 +7,17 @@ use crate::support::{CONFIGMAPS, PATIENCE, Proxy, TestCluster, soon, until, with
 use http::Method;
 use jackstay_apiserver::client::Client;
 use jackstay_apiserver::identity::User;
-use jackstay_apiserver::{ApiServerHandle, Options};
+use jackstay_apiserver::{ApiServerHandle, Options, RequestHook, ScriptedResponse};
 use jackstay_config::{Config, EndpointKind};
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::cell::OnceCell;
+use std::collections::HashMap;
 use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
+
+/// What a sick backend does with the requests of a test.
+type Answer = fn(&str) -> ScriptedResponse;
 
 struct Rig {
     cluster: TestCluster,
@@ -358,4 +363,85 @@ async fn check_requests_with_a_token(rig: Rig) {
         assert_eq!(recorder.end(), None);
     }
     assert_eq!(rig.cluster.watches(sick), 0);
+}
+
+/// One backend ends the stream of each request, or rejects it. A request that it has failed gets its answer from the other
+/// backend, and not on another connection to the same one.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn attempt_after_a_failure_prefers_another_backend() {
+    const REQUESTS: usize = 24;
+    const LEASES: &str = "/apis/coordination.k8s.io/v1/namespaces/default/leases";
+    let rig = Rig::start(2, |config| config.upstreams[0].connections.min = 4).await;
+    let [sick, _] = rig.two_members().await;
+    until("eight connections are open", async || {
+        rig.proxy.live_connections("identity").await.len() >= 8
+    })
+    .await;
+    let lease = json!({
+        "apiVersion": "coordination.k8s.io/v1", "kind": "Lease",
+        "metadata": { "name": "n", "namespace": "default" }, "spec": { "holderIdentity": "n" },
+    });
+    rig.client.post(LEASES, &lease).await.unwrap();
+    let ends: Answer = |_| {
+        let mut response = ScriptedResponse::status(200, "", "");
+        response.body.clear();
+        response.cut()
+    };
+    let rejects: Answer = |_| {
+        ScriptedResponse::text(429, "Too many requests, please try again later.\n")
+            .header("retry-after", "1")
+    };
+    let shuts_down: Answer = |_| {
+        ScriptedResponse::text(429, "The apiserver is shutting down, please try again later.\n")
+            .header("retry-after", "5")
+    };
+    let version = rig.cluster.state.version();
+    for (what, answer, target) in [
+        ("retry", ends, CONFIGMAPS.to_owned()),
+        ("429", rejects, CONFIGMAPS.to_owned()),
+        (
+            "resume",
+            ends,
+            format!("{CONFIGMAPS}?watch=1&resourceVersion={version}&allowWatchBookmarks=true"),
+        ),
+        ("heartbeat", shuts_down, format!("{LEASES}/n")),
+    ] {
+        let at_sick = Arc::<Mutex<HashMap<String, usize>>>::default();
+        let counted = Arc::clone(&at_sick);
+        let hook: RequestHook = Arc::new(move |request| {
+            // The version of a watch changes when it is resumed.
+            let query = request.uri.query().unwrap_or_default();
+            let probe = query.split('&').find_map(|pair| pair.strip_prefix("probe="))?;
+            *counted.lock().unwrap().entry(probe.to_owned()).or_default() += 1;
+            Some(answer(probe))
+        });
+        rig.cluster.servers[sick].set_faults(|faults| faults.on_request = Some(hook));
+        let separator = if target.contains('?') { '&' } else { '?' };
+        let mut watches = Vec::new();
+        for number in 0..REQUESTS {
+            let target = format!("{target}{separator}probe={number}");
+            match what {
+                "resume" => watches.push(WatchRecorder::start(&rig.client, &target).await),
+                "heartbeat" => {
+                    let reply = rig.client.put(&target, &lease).await.unwrap();
+                    assert_eq!(reply.status, 200, "{what}: {:?}", reply.body);
+                }
+                _ => {
+                    let reply = rig.client.get(&target).await.unwrap();
+                    assert_eq!(reply.status, 200, "{what}: {:?}", reply.body);
+                }
+            }
+        }
+        if what == "resume" {
+            let created = rig.cluster.create_config_map("late");
+            for watch in &watches {
+                until("the watch is resumed", async || watch.versions().contains(&created)).await;
+            }
+        }
+        let at_sick = at_sick.lock().unwrap();
+        assert!(!at_sick.is_empty(), "{what}: no request reached the sick backend");
+        let again: Vec<_> = at_sick.iter().filter(|(_, count)| **count > 1).collect();
+        assert!(again.is_empty(), "{what}: {again:?} of {} requests there", at_sick.len());
+        rig.cluster.servers[sick].set_faults(|faults| faults.on_request = None);
+    }
 }

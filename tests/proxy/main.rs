@@ -38,6 +38,7 @@ mod restored_etcd;
 mod resume_limits;
 mod retry;
 mod scripted_peer;
+mod shared_address;
 mod shared_versions;
 mod starting_servers;
 mod stream_capacity;

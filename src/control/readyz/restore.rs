@@ -5,7 +5,7 @@
 //! | a version was seen of a resource that is not known to be stored with the [reference](jackstay_core::shared_etcd) | one of the endpoints: the revision of the reference, a most-recent list with a limit of one object |
 //! | the prober has a new connection, and the endpoint is ready: its process may have been replaced | the same; if a version that was seen is above it, a suspicion is raised |
 //! | the reference is refused then, or a version of another etcd was seen | the [question] about the highest version that was seen of a resource, which its cache answers |
-//! | a suspicion is open, also one of the [lag check](super::lag) | the revision of the reference, or of the resource if it is not known to be stored with it |
+//! | a suspicion is open, also one of the [lag check](super::lag) | the revision of the reference, or of the resource if it is not known to be stored with it; of an endpoint that may lead to several apiservers also on further connections |
 //! | a watch has begun at a version that a restore may have lost | the same, by one of the endpoints |
 //!
 //! So a credential that may list services, as that of a node, suffices for the resources of their etcd. Without a credential
@@ -20,6 +20,7 @@ use std::rc::{Rc, Weak};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use futures_util::future::join_all;
 use http::StatusCode;
 use jackstay_core::backoff::Backoff;
 use jackstay_core::lag::{Expected, TICK};
@@ -32,6 +33,7 @@ use jackstay_sys::clock;
 use tokio::sync::Notify;
 use tokio::time::{sleep, timeout};
 
+use super::further_connections::{FURTHER_CONNECTIONS, open_further};
 use super::lag::{Answer, ask};
 use crate::observe::events::{Change, EventKind};
 use crate::upstream::Upstream;
@@ -128,8 +130,13 @@ impl RestoreCheck {
         let live = connection.filter(|one| one.state() == ConnectionState::Live);
         let Some(connection) = live else { return false };
         if let Some(resource) = upstream.restores.wanted_report(endpoint.key(), now) {
-            let revision = ask_revision(upstream, &connection, &resource).await;
-            report(upstream, endpoint, &resource, revision.read());
+            let revision = ask_revision(upstream, &connection, &resource).await.read();
+            let revision = if endpoint.is_shared() {
+                highest_of_several(upstream, endpoint, &resource, revision).await
+            } else {
+                revision
+            };
+            report(upstream, endpoint, &resource, revision);
             return true;
         }
         let is_ready = endpoint.state() == EndpointState::Ready;
@@ -287,6 +294,23 @@ async fn ask_revision(
         Ok(Ok((status, _))) if is_refusal(status.as_u16()) => Revision::Refused,
         Ok(_) | Err(_) => Revision::Unknown,
     }
+}
+
+/// The highest revision that the connections to an endpoint have shown that may lead to several apiservers, with `first`,
+/// that of the prober's connection. `None` unless two of them have answered: one of the apiservers may be the only one
+/// that answers with an old state.
+async fn highest_of_several(
+    upstream: &Arc<Upstream>,
+    endpoint: &Arc<Endpoint>,
+    resource: &str,
+    first: Option<u64>,
+) -> Option<u64> {
+    let further = (0..FURTHER_CONNECTIONS).map(|_| async {
+        let connection = open_further(upstream, endpoint).await?;
+        ask_revision(upstream, &connection, resource).await.read()
+    });
+    let revisions: Vec<_> = join_all(further).await.into_iter().chain([first]).flatten().collect();
+    if revisions.len() < 2 { None } else { revisions.into_iter().max() }
 }
 
 fn report(upstream: &Upstream, endpoint: &Arc<Endpoint>, resource: &str, revision: Option<u64>) {

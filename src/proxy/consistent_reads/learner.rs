@@ -15,6 +15,10 @@ use crate::proxy::upstream_client::UpstreamClient;
 use crate::upstream::endpoint::{Endpoint, EndpointState};
 use crate::upstream::version_floors::Floor;
 
+/// Number of older lists in a row after which the floor is lowered although an apiserver that has reached it may be behind
+/// an address.
+const MAX_OLDER_LISTS: u64 = 4;
+
 /// What the bytes of a body have shown.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Learned {
@@ -99,7 +103,8 @@ impl VersionLearner {
     }
 
     /// The next list is asked of another endpoint. If each ready one is known to be older, the floor is lowered,
-    /// because the client would be reset each time.
+    /// because the client would be reset each time. While an apiserver may be behind an address that is no endpoint, the
+    /// floor stays for some lists more: one connection says nothing about the others.
     #[cold]
     fn found_older(&self, version: u64, oldest: &OldestList) {
         let (record, client) = (&self.floor.record, &oldest.client);
@@ -109,9 +114,13 @@ impl VersionLearner {
             let shown = record.shown_by(endpoint).version();
             endpoint.state() == EndpointState::Ready && (shown == 0 || shown >= oldest.version)
         };
-        if !client.pool.upstream().endpoints().iter().any(|endpoint| may_have_reached(&endpoint)) {
-            lower_floors(&self.floor, version, client);
+        let older_lists = self.floor.older_list();
+        if client.pool.upstream().endpoints().iter().any(|endpoint| may_have_reached(&endpoint))
+            || client.may_hide_apiserver() && older_lists < MAX_OLDER_LISTS
+        {
+            return;
         }
+        lower_floors(&self.floor, version, client);
     }
 }
 

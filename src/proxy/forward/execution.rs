@@ -243,7 +243,10 @@ impl<'a> Execution<'a> {
         let version = request.wanted_version(&self.progress.attempts);
         let acquire = async move {
             let required = StreamRequirements {
-                previous_failure: Some(PreviousFailure::Silence(hedged.key())),
+                previous_failure: Some(PreviousFailure::Silence(
+                    hedged.key(),
+                    hedged.endpoint.key(),
+                )),
                 excluded,
                 live_only: true,
                 without_connection_since: hedged.suspect_since(),

@@ -4,6 +4,7 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use jackstay_core::pool::EndpointKey;
+use jackstay_core::reads::Unasked;
 use jackstay_core::request::attempts::{
     BodyState, ConnectionFacts, Facts, MAX_PARALLEL, OtherBudget,
 };
@@ -104,7 +105,16 @@ impl Facts<Rc<Connection>> for RequestFacts<'_> {
         self.request.may_ask_unavailable_group()
     }
 
-    fn has_ready_besides(&self, besides: &[EndpointKey]) -> bool {
-        self.request.upstream.has_ready_endpoint_besides(besides)
+    fn unasked(&self, connection: &Rc<Connection>, asked: &[EndpointKey]) -> Unasked {
+        let upstream = &self.request.upstream;
+        if upstream.has_ready_endpoint_besides(asked) {
+            Unasked::Endpoint
+        } else if connection.endpoint.is_shared() {
+            Unasked::Connection
+        } else if upstream.may_hide_apiserver() {
+            Unasked::Hidden
+        } else {
+            Unasked::Nothing
+        }
     }
 }

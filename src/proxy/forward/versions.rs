@@ -36,7 +36,7 @@ impl ForwardedRequest {
         let read = attempts.read_mut()?;
         let floor = self.resource_versions.as_ref()?.enforced(read)?;
         // Most endpoints have, and what else is known of one takes a lock.
-        if floor.record.has_reached(endpoint, read.needed()?) {
+        if floor.is_reached_by(endpoint, read.needed()?) {
             return None;
         }
         let cache = floor.cache_of(endpoint);
@@ -82,6 +82,7 @@ impl ForwardedRequest {
         let metrics = &self.upstream.metrics;
         match after {
             AfterNotReached::AskOther => metrics.version_floor("redirected"),
+            AfterNotReached::AskMostRecent => metrics.version_floor("most_recent"),
             AfterNotReached::SendOriginal => {
                 metrics.version_floor("fallen_back");
                 if let (Some(versions), Some(read)) = (&self.resource_versions, attempts.read()) {

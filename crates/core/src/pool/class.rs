@@ -526,6 +526,7 @@ impl<W> Class<W> {
                 ..counts
             };
             let min = if around.is_warm { around.limits.min } else { 1 };
+            let min = min.max(self.wanted_besides_excluded(connections, endpoint));
             let mut to_open =
                 counts.to_open(min, max_connections(self.credential, around.limits.max));
             if pace.is_some() {
@@ -552,6 +553,31 @@ impl<W> Class<W> {
                 effects.push(ClassEffect::Dial(target));
             }
         }
+    }
+
+    /// Number of connections to an endpoint without which a request that waits has none besides those that it excludes; 0
+    /// if no request excludes one.
+    fn wanted_besides_excluded(
+        &self,
+        connections: &[ConnectionRow],
+        endpoint: EndpointKey,
+    ) -> usize {
+        let wanted = self.waiters.behind(None).map(|(_, waiter)| {
+            let excluded = &waiter.required.excluded_connections;
+            if excluded.is_empty() || waiter.required.excluded.contains(&endpoint) {
+                return 0;
+            }
+            let is_excluded = |row: &&ConnectionRow| {
+                row.candidate.endpoint == endpoint
+                    && row.is_live()
+                    && excluded.contains(&row.candidate.connection)
+            };
+            match connections.iter().filter(is_excluded).count() {
+                0 => 0,
+                count => count + 1,
+            }
+        });
+        wanted.max().unwrap_or(0)
     }
 
     /// Counts the connections to an endpoint. One that is to be replaced does not count, so that its replacement is

@@ -46,7 +46,8 @@
 //! | no stream for 10 s after 64 at once, not warm, another one is live | drain |
 //!
 //! Connections are opened to the [`targets`] of a class that is warm or [in use](Class::plan): as many as are missing
-//! from the minimum, before the last streams are taken, and for the requests that wait; up to the limits of the class,
+//! from the minimum, before the last streams are taken, for the requests that wait, and one besides those that such a
+//! request [excludes](StreamRequirements::excluded_connections); up to the limits of the class,
 //! at the pace of a class of clients that have proven nothing, with pauses after [a refused
 //! credential](Class::credential_refused), and as far as `claim` permits.
 

@@ -12,6 +12,8 @@
 //! | the endpoint is a fallback | no |
 //! | its watch cache is known to have reached the wanted version | yes |
 //! | warning signs | none |
+//! | after a failure by silence, if a connection has received bytes since those of the failed one: bytes received | within [`RECENT_RECEIVE_WINDOW`] of the newest of those that are left |
+//! | after a failure by silence: the endpoint | another one: the process behind the connection may have stopped |
 //! | after a failure by silence: bytes received | within [`RECENT_RECEIVE_WINDOW`] of the newest of those that are left |
 //!
 //! Of several, the less loaded of two random ones does ([`balance`]). A request that has waited for as long as it may
@@ -83,6 +85,9 @@ pub struct StreamRequirements {
     pub previous_failure: Option<PreviousFailure>,
     /// Endpoints that must not be used.
     pub excluded: Vec<EndpointKey>,
+    /// Connections that must not be used, although others to their endpoints may be. Another one is opened if there is
+    /// none.
+    pub excluded_connections: Vec<ConnectionKey>,
     /// When the request lost its previous connection, if it had one.
     pub without_connection_since: Option<Instant>,
 }
@@ -90,16 +95,16 @@ pub struct StreamRequirements {
 impl StreamRequirements {
     /// Whether a request with these requirements can use any stream that another request can use.
     pub(super) fn is_unrestricted(&self) -> bool {
-        !self.long_running && self.excluded.is_empty()
+        !self.long_running && self.excluded.is_empty() && self.excluded_connections.is_empty()
     }
 }
 
 /// How a request failed on an earlier connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PreviousFailure {
-    /// The connection did not respond or was lost. Other connections may have failed with it, so those that
-    /// received bytes recently are preferred, whatever their endpoint.
-    Silence(ConnectionKey),
+    /// The connection, to this endpoint, did not respond or was lost. Other connections may have failed with it, so those
+    /// that received bytes recently are preferred, whatever their endpoint. Among them, those to another endpoint are.
+    Silence(ConnectionKey, EndpointKey),
     /// The endpoint of the connection refused the request, so another endpoint is preferred.
     Refusal(ConnectionKey, EndpointKey),
 }
@@ -142,17 +147,42 @@ pub fn select(
             .then(|| rank(candidate, required, preference(index)))
     };
     let best = (0..table.len()).filter_map(rank_of).min()?;
-    let ranked = || (0..table.len()).filter(|&index| rank_of(index) == Some(best));
-    let received_since = match required.previous_failure {
-        Some(PreviousFailure::Silence(_)) => ranked()
-            .map(|index| table[index].last_received)
-            .max()
-            .and_then(|last| last.checked_sub(RECENT_RECEIVE_WINDOW)),
-        _ => None,
+    let Some(PreviousFailure::Silence(connection, endpoint)) = required.previous_failure else {
+        let ranked = (0..table.len()).filter(|&index| rank_of(index) == Some(best));
+        return balance::pick_by_share(ranked, rng, |&i| cost(i), |&i| table[i].share);
     };
-    let candidates = ranked()
-        .filter(|&index| received_since.is_none_or(|since| table[index].last_received >= since));
-    balance::pick_by_share(candidates, rng, |&index| cost(index), |&index| table[index].share)
+    let ranked: Vec<_> = (0..table.len()).filter(|&index| rank_of(index) == Some(best)).collect();
+    let candidates = after_silence(table, ranked, connection, endpoint);
+    balance::pick_by_share(candidates.into_iter(), rng, |&i| cost(i), |&i| table[i].share)
+}
+
+/// The candidates that take a request after this connection to this endpoint did not respond, by the last three rows
+/// of the table of this module.
+fn after_silence(
+    table: &[Candidate],
+    mut candidates: Vec<usize>,
+    connection: ConnectionKey,
+    endpoint: EndpointKey,
+) -> Vec<usize> {
+    let failed = table.iter().find(|candidate| candidate.connection == connection);
+    let shows_life = |index: &usize| {
+        failed.is_some_and(|failed| table[*index].last_received > failed.last_received)
+    };
+    let keep_recent = |candidates: &mut Vec<usize>| {
+        let newest = candidates.iter().map(|&index| table[index].last_received).max();
+        if let Some(since) = newest.and_then(|newest| newest.checked_sub(RECENT_RECEIVE_WINDOW)) {
+            candidates.retain(|&index| table[index].last_received >= since);
+        }
+    };
+    if candidates.iter().any(shows_life) {
+        keep_recent(&mut candidates);
+    }
+    let is_other = |index: &usize| table[*index].endpoint != endpoint;
+    if candidates.iter().any(is_other) {
+        candidates.retain(is_other);
+    }
+    keep_recent(&mut candidates);
+    candidates
 }
 
 /// Whether the candidate may take the request.
@@ -170,6 +200,7 @@ fn may_take(
     is_alive
         && candidate.free_streams > 0
         && !required.excluded.contains(&candidate.endpoint)
+        && !required.excluded_connections.contains(&candidate.connection)
         && (!required.long_running
             || leaves_streams_for_requests(candidate, table, scope.max_connections))
 }
@@ -194,7 +225,7 @@ fn rank(
 ) -> (EndpointState, bool, bool, bool, u8, bool, bool, bool) {
     let (failed_on, refused_by, ignores_version) = match required.previous_failure {
         None => (None, None, false),
-        Some(PreviousFailure::Silence(connection)) => {
+        Some(PreviousFailure::Silence(connection, _)) => {
             (Some(connection), None, !required.long_running)
         }
         Some(PreviousFailure::Refusal(connection, by)) => (Some(connection), Some(by), false),

@@ -158,6 +158,11 @@ fn select_takes_only_connections_that_may_carry_the_request() {
         let required =
             StreamRequirements { excluded: vec![EndpointKey(10)], ..StreamRequirements::default() };
         assert!(taken(&table, &required, scope, &[]).is_empty(), "excluded");
+        let required = StreamRequirements {
+            excluded_connections: vec![ConnectionKey(0)],
+            ..StreamRequirements::default()
+        };
+        assert!(taken(&table, &required, scope, &[]).is_empty(), "excluded connection");
     }
 }
 
@@ -192,7 +197,7 @@ fn select_after_silence_takes_connections_that_received_bytes_recently() {
         ..candidate(connection, connection, now)
     };
     let table = [received(0, 0), received(1, 950), received(2, 1_000), received(3, 899)];
-    let silence = Some(PreviousFailure::Silence(ConnectionKey(2)));
+    let silence = Some(PreviousFailure::Silence(ConnectionKey(2), EndpointKey(99)));
     let required = |long_running, previous_failure| StreamRequirements {
         long_running,
         previous_failure,
@@ -207,6 +212,48 @@ fn select_after_silence_takes_connections_that_received_bytes_recently() {
     let all = [received(0, 0), received(1, 0), received(3, 0)];
     assert_eq!(taken(&all, &required(false, silence), SCOPE, &preferences), [0, 1, 2]);
     assert_eq!(taken(&all, &required(true, silence), SCOPE, &preferences), [2], "a watch");
+}
+
+#[test]
+fn select_after_silence_prefers_another_endpoint_among_those_that_show_life() {
+    let now = Instant::now();
+    let ago = |ms| before(now, Duration::from_millis(ms));
+    // Connection 0 to endpoint 10 has failed. The others with their endpoints, and how long ago each has received bytes.
+    for (failed_ago, others, expected) in [
+        (500, &[(1, 10, 50), (2, 11, 50)][..], &[2][..]),
+        (500, &[(1, 10, 50), (2, 11, 120)], &[2]),
+        // Only the same process has shown life since.
+        (500, &[(1, 10, 50), (2, 11, 400)], &[1]),
+        // None has: PINGs are a second apart.
+        (500, &[(1, 10, 600), (2, 11, 900)], &[2]),
+        (500, &[(1, 10, 600), (2, 11, 900), (3, 12, 950)], &[2, 3]),
+        (500, &[(1, 10, 50), (2, 10, 60)], &[1, 2]),
+        (500, &[], &[0]),
+    ] {
+        let of = |(key, endpoint, ms)| Candidate {
+            last_received: ago(ms),
+            ..candidate(key, endpoint, now)
+        };
+        let table: Vec<_> = [(0, 10, failed_ago)].iter().chain(others).copied().map(of).collect();
+        for long_running in [false, true] {
+            let required = StreamRequirements {
+                long_running,
+                previous_failure: Some(PreviousFailure::Silence(ConnectionKey(0), EndpointKey(10))),
+                ..StreamRequirements::default()
+            };
+            assert_eq!(taken(&table, &required, SCOPE, &[]), expected, "{others:?}");
+        }
+    }
+    // The failed connection was closed, and is not known any more.
+    let table = [(1, 10, 50), (2, 11, 900)].map(|(key, endpoint, ms)| Candidate {
+        last_received: ago(ms),
+        ..candidate(key, endpoint, now)
+    });
+    let required = StreamRequirements {
+        previous_failure: Some(PreviousFailure::Silence(ConnectionKey(0), EndpointKey(10))),
+        ..StreamRequirements::default()
+    };
+    assert_eq!(taken(&table, &required, SCOPE, &[]), [1]);
 }
 
 #[test]
@@ -670,6 +717,38 @@ fn plan_dials_the_targets_of_a_class_that_is_warm_or_in_use() {
     class.leave(id);
     class.request(false, false, start + seconds(300));
     assert_eq!(dials(&mut class, 300, false, false), 2, "a request has come");
+}
+
+#[test]
+fn plan_opens_a_connection_besides_those_that_a_request_excludes() {
+    let now = Instant::now();
+    let endpoints = [10, 11].map(endpoint_row);
+    let row = |(key, endpoint)| connection_row(candidate(key, endpoint, now), now);
+    // The connections with their endpoints, those that are excluded, an excluded endpoint, and where one is opened.
+    for (open, excluded, excluded_endpoint, expected) in [
+        (&[(1, 10), (2, 11)][..], &[][..], 0, &[][..]),
+        (&[(1, 10), (2, 11)], &[1], 11, &[0]),
+        (&[(1, 10), (3, 10), (2, 11)], &[1], 11, &[]),
+        (&[(1, 10), (3, 10), (2, 11)], &[1, 3], 11, &[0]),
+        // One to another endpoint was lost meanwhile.
+        (&[(1, 10), (2, 11)], &[7], 11, &[]),
+        (&[(1, 10), (2, 11)], &[1], 10, &[]),
+    ] {
+        let required = StreamRequirements {
+            excluded: vec![EndpointKey(excluded_endpoint)],
+            excluded_connections: excluded.iter().map(|&key| ConnectionKey(key)).collect(),
+            ..StreamRequirements::default()
+        };
+        let mut class = Class::new(CredentialClass::Token, now);
+        class.begin_wait(&[], required, (), now).unwrap();
+        let mut rows: Vec<_> = open.iter().copied().map(row).collect();
+        let effects = class.plan(&mut rows, &around(&endpoints, now), |_| true);
+        let dials: Vec<_> = expected.iter().map(|&endpoint| ClassEffect::Dial(endpoint)).collect();
+        assert_eq!(effects, dials, "{open:?} {excluded:?} {excluded_endpoint}");
+        // While it is opened, no further one is.
+        let effects = class.plan(&mut rows, &around(&endpoints, now), |_| true);
+        assert_eq!(effects, [], "{open:?} {excluded:?} {excluded_endpoint}");
+    }
 }
 
 #[test]

@@ -47,6 +47,34 @@
 //! apiserver or of custom resources has no floors after that, and its watches are not resumed: the replicas of such a
 //! server may have stores of their own.
 //!
+//! # One address with several apiservers
+//!
+//! A load balancer sends each connection to one of its apiservers. Those that can be recognised are endpoints
+//! ([`crate::backends`]). If they cannot be, the address is one endpoint, and what one connection has shown of a cache
+//! says nothing about the next one ([`EndpointCache::is_shared`]):
+//!
+//! | situation | what follows |
+//! |---|---|
+//! | a read at such an endpoint | it is sent with the floor, whatever the endpoint has shown, except for a list that is compared |
+//! | an apiserver has not reached the floor, and no other endpoint is ready | another connection is asked, which is opened if there is none |
+//! | that one has not reached it either, or an apiserver behind an address may be no endpoint | a most-recent read |
+//! | the most-recent list is older | the floor is lowered, as above |
+//!
+//! # What the answer shows
+//!
+//! A list has the version of the cache in its metadata, so it can be compared with the floor. A GET has only the version
+//! of its object:
+//!
+//! | comparison | sound |
+//! |---|---|
+//! | the object is at the floor or above it, so the cache has reached the floor | yes: a cache has the events of a resource in their order |
+//! | the object is below the floor, so the cache is older | no: the object may not have changed since |
+//! | the object is below a version of the same object that the client has seen, so the cache is older | yes, but it takes memory for each object and client, and shows nothing of an object that others have changed |
+//!
+//! So a GET is compared by the apiserver: with `resourceVersion=<floor>` its answer is at least as fresh as the floor
+//! (apiserver, `storage/cacher/delegator.go`, `Get`), or it is a 504. It is sent unchanged only where each connection is
+//! known to read a cache that has reached the floor.
+//!
 //! A list is compared with the floor as soon as its version has arrived. If its head has been forwarded by then,
 //! because the body began late or its version follows the items, an older list is reset before its end, and the client
 //! lists again.
@@ -63,4 +91,4 @@ pub mod read;
 
 pub use self::form::{Asked, FloorVersions, ListOrigin, ReadForm};
 pub use self::list_source::ListSource;
-pub use self::read::{AfterNotReached, ConsistentRead, EndpointCache, Shows};
+pub use self::read::{AfterNotReached, ConsistentRead, EndpointCache, Shows, Unasked};

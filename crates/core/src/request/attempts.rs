@@ -11,6 +11,7 @@
 //! | state | input | next state | effect |
 //! |---|---|---|---|
 //! | Acquiring | `Granted` | Sent | `Send` |
+//! | Acquiring, only on another connection to an endpoint | `NoStream`, other than unreachable | Acquiring | `Acquire` on any |
 //! | Acquiring | `NoStream` | Ended | `Refuse` with an error, or with the rejection that is kept |
 //! | Acquiring, a new watch that may be held, no rejection is kept | `NoStream`, unreachable | Holding | `Hold` until [`MAX_NEW_WATCH_HOLD`] or the `timeoutSeconds` of the watch after its arrival |
 //! | Holding | `OutageEnded` | Holding | `Pause` for a random part of [`max_outage_jitter`] |
@@ -35,7 +36,7 @@
 //! | *starting* | those that are not asked ([`Facts::not_asked_after_refusal`]) | it is the first refusal, others may be asked, and there is a token for a hedge |
 //! | *group failed* | those at which the group fails | a ready one is left, and there is a token ([`Facts::take_group_token`]) |
 //! | *group unavailable* | none | after a pause, if the group was available a moment ago, at most [`MAX_UNAVAILABLE`] times, and there is a token ([`Facts::may_ask_unavailable_group`]); the number of rounds does not count |
-//! | *not reached* | the endpoint, or none ([`AfterNotReached`]) | [`ConsistentRead::not_reached`] |
+//! | *not reached* | the endpoint, the connection, or none ([`AfterNotReached`]) | [`ConsistentRead::not_reached`] |
 //!
 //! # Hedges
 //!
@@ -85,8 +86,8 @@ use super::retry::{self, ATTEMPTS, RetryDecision, RetryRefusal, Stage};
 use super::start_up;
 use super::status_error::StatusError;
 use crate::backoff::Backoff;
-use crate::pool::{EndpointKey, PreviousFailure, StreamRequirements};
-use crate::reads::{AfterNotReached, ConsistentRead};
+use crate::pool::{ConnectionKey, EndpointKey, PreviousFailure, StreamRequirements};
+use crate::reads::{AfterNotReached, ConsistentRead, Unasked};
 use crate::watch::session::max_outage_jitter;
 
 pub use self::facts::{BodyState, ConnectionFacts, Facts, OtherBudget};
@@ -128,6 +129,9 @@ pub struct Attempts<C> {
     hedges: Hedges,
     /// The endpoints that do not have the requested version, any more or yet, or that reject requests.
     excluded: Vec<EndpointKey>,
+    /// The connections whose apiservers do not have the requested version yet, while others to their endpoints may reach
+    /// another one.
+    excluded_connections: Vec<ConnectionKey>,
     /// The failure of the round before.
     failed: Option<Box<FailedRound<C>>>,
     /// The client gets this rejection if no other endpoint accepts the request.
@@ -204,6 +208,7 @@ impl<C> Attempts<C> {
             heartbeat: is_heartbeat.then(Box::default),
             hedges: Hedges::default(),
             excluded: Vec::new(),
+            excluded_connections: Vec::new(),
             failed: None,
             rejection: None,
             asked_longer_up: false,
@@ -268,9 +273,10 @@ impl<C> Attempts<C> {
         StreamRequirements {
             // The request has waited on one connection without a response. Another suspect one would probably not
             // answer either.
-            live_only: matches!(previous, PreviousFailure::Silence(_)) && connection.is_silent,
+            live_only: matches!(previous, PreviousFailure::Silence(..)) && connection.is_silent,
             previous_failure: Some(previous),
             excluded: self.excluded.clone(),
+            excluded_connections: self.excluded_connections.clone(),
             without_connection_since: connection.suspect_since,
             ..required
         }
@@ -541,12 +547,23 @@ impl<C> Attempts<C> {
         facts: &impl Facts<C>,
     ) -> bool {
         let Some(read) = &mut self.read else { return false };
+        let connection = facts.connection(&failure.connection).key;
         self.excluded.push(failure.endpoint);
-        let other_ready = self.round + 1 < ATTEMPTS && facts.has_ready_besides(&self.excluded);
-        let after = read.not_reached(failure.reached, other_ready);
+        let unasked = facts.unasked(&failure.connection, &self.excluded);
+        let after = read.not_reached(failure.reached, unasked, ATTEMPTS - self.round);
         match after {
             AfterNotReached::AskAgain => drop(self.excluded.pop()),
-            AfterNotReached::SendOriginal => self.excluded.clear(),
+            AfterNotReached::AskOther | AfterNotReached::AskMostRecent
+                if unasked == Unasked::Connection =>
+            {
+                self.excluded.pop();
+                self.excluded_connections.push(connection);
+            }
+            AfterNotReached::AskMostRecent => self.excluded.clear(),
+            AfterNotReached::SendOriginal => {
+                self.excluded.clear();
+                self.excluded_connections.clear();
+            }
             AfterNotReached::AskOther | AfterNotReached::Respond => {}
         }
         self.after_not_reached = Some(after);
@@ -576,7 +593,13 @@ impl<C> Attempts<C> {
 
     fn on_no_stream(&mut self, reason: NoStream, facts: &impl Facts<C>) -> Option<AttemptEffect> {
         let is_new_watch = self.kind == RequestKind::Watch && self.rejection.is_none();
+        let has_excluded = !self.excluded_connections.is_empty();
         Some(match (reason, &self.state) {
+            (NoStream::Other(_), State::Acquiring) if has_excluded => {
+                // No other connection was opened in time.
+                self.excluded_connections.clear();
+                AttemptEffect::Acquire
+            }
             (NoStream::Other(error), State::Acquiring | State::Holding(_)) => {
                 self.refuse(error, None)
             }

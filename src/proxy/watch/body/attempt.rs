@@ -73,7 +73,7 @@ fn previous(session: &Session, last: &Connection) -> PreviousFailure {
     if session.last_refused() {
         PreviousFailure::Refusal(last.key(), last.endpoint.key())
     } else {
-        PreviousFailure::Silence(last.key())
+        PreviousFailure::Silence(last.key(), last.endpoint.key())
     }
 }
 

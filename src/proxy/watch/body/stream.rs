@@ -220,7 +220,7 @@ impl UpstreamStream {
         let suitable = context.suitable_endpoints(session);
         let mut excluded = context.excluded_from_moves();
         let mut drain = context.drain.clone();
-        let previous = PreviousFailure::Silence(connection.key());
+        let previous = PreviousFailure::Silence(connection.key(), connection.endpoint.key());
         self.next_event = Box::pin(async move {
             let search = async {
                 sleep(pause).await;

@@ -36,7 +36,7 @@ pub struct StartFloor {
 impl StartFloor {
     /// The head for `endpoint` with the floor; `None` if it gets the request unchanged.
     pub fn head(&self, head: &Request<()>, endpoint: &Arc<Endpoint>) -> Option<Request<()>> {
-        if self.floor.record.has_reached(endpoint, self.form.needed(self.versions)) {
+        if self.floor.is_reached_by(endpoint, self.form.needed(self.versions)) {
             return None;
         }
         let cache = self.floor.cache_of(endpoint);

@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 
 use crate::pool::{ConnectionKey, EndpointKey};
+use crate::reads::Unasked;
 
 /// What [`super::Attempts::step`] asks the shell. Each method returns at once. Some take a token from a budget or
 /// record a rejection.
@@ -50,8 +51,9 @@ pub trait Facts<C> {
     /// Whether the API group was available a moment ago, and the budget has a token, which this takes.
     fn may_ask_unavailable_group(&self) -> bool;
 
-    /// Whether a ready endpoint other than these is left.
-    fn has_ready_besides(&self, besides: &[EndpointKey]) -> bool;
+    /// Where else a read can be sent after the apiserver of this connection had not reached its version. These endpoints
+    /// were asked.
+    fn unasked(&self, connection: &C, asked: &[EndpointKey]) -> Unasked;
 }
 
 /// The budget that limits requests to another endpoint.

@@ -149,7 +149,7 @@ impl<C> AttemptFailure<C> {
             | Stage::GroupFailed
             | Stage::GroupUnavailable => PreviousFailure::Refusal(connection, self.endpoint),
             Stage::NotSent | Stage::NoHead | Stage::Unanswered | Stage::HeadHeld => {
-                PreviousFailure::Silence(connection)
+                PreviousFailure::Silence(connection, self.endpoint)
             }
         }
     }

@@ -76,7 +76,7 @@ struct TestFacts {
     has_other: bool,
     rejecting: Vec<EndpointKey>,
     not_asked: Option<Vec<EndpointKey>>,
-    has_ready: bool,
+    unasked: Unasked,
     failing: Option<Vec<EndpointKey>>,
     is_new: bool,
     asked: RefCell<Vec<String>>,
@@ -96,7 +96,7 @@ impl Default for TestFacts {
             has_other: true,
             rejecting: vec![EndpointKey(1), EndpointKey(2)],
             not_asked: Some(vec![EndpointKey(1), EndpointKey(3)]),
-            has_ready: true,
+            unasked: Unasked::Endpoint,
             failing: Some(vec![EndpointKey(1), EndpointKey(2)]),
             is_new: true,
             asked: RefCell::default(),
@@ -169,9 +169,9 @@ impl Facts<Key> for TestFacts {
         self.is_new
     }
 
-    fn has_ready_besides(&self, besides: &[EndpointKey]) -> bool {
-        self.ask(format!("Ready besides {}", besides.len()));
-        self.has_ready
+    fn unasked(&self, _: &Key, asked: &[EndpointKey]) -> Unasked {
+        self.ask(format!("Unasked besides {}", asked.len()));
+        self.unasked
     }
 }
 
@@ -244,13 +244,14 @@ fn read_of(form: ReadForm) -> ConsistentRead {
 
 /// A read of this form that was sent to an endpoint whose most-recent lists are of version `list`, and which has not
 /// reached the version. Returns the attempts, and the effect as text.
-fn after_not_reached(form: ReadForm, list: u64, has_ready: bool) -> (Attempts<Key>, String) {
+fn after_not_reached(form: ReadForm, list: u64, unasked: Unasked) -> (Attempts<Key>, String) {
     let (now, mut rng) = (Instant::now(), Rng::with_seed(1));
     let mut read = read_of(form);
     let (lists, server) = (ListOrigin::Cache, MinorVersion::new(1, 36));
-    read.ask(&EndpointCache { endpoint: EndpointKey(1), server, reached: 0, list, lists });
+    let (endpoint, is_shared) = (EndpointKey(1), unasked == Unasked::Connection);
+    read.ask(&EndpointCache { endpoint, server, reached: 0, list, lists, is_shared });
     let mut attempts = Attempts::new(Read, false, (now, None), Some(read));
-    let world = TestFacts { has_ready, ..TestFacts::default() };
+    let world = TestFacts { unasked, ..TestFacts::default() };
     attempts.step(granted(0), &world, now, &mut rng);
     let effect = attempts.step(failed(0, Stage::NotReached, 504), &world, now, &mut rng);
     (attempts, show(&effect))
@@ -407,21 +408,41 @@ fn step_failed_round_follows_the_retry_table() {
 
 #[test]
 fn step_after_an_endpoint_without_the_version_follows_the_read() {
-    use AfterNotReached::{AskAgain, AskOther, Respond, SendOriginal};
-    for (form, list, has_ready, after, expected, excluded) in [
-        (ReadForm::AnyList, 12, true, AskAgain, "Retry", 0),
-        (ReadForm::AnyList, 0, true, AskOther, "Retry", 1),
-        (ReadForm::AnyList, 0, false, SendOriginal, "Retry", 0),
-        (ReadForm::GetNotOlderThan, 0, true, AskOther, "Retry", 1),
-        (ReadForm::GetNotOlderThan, 0, false, Respond, "Rejection 504", 1),
+    use AfterNotReached::{AskAgain, AskMostRecent, AskOther, Respond, SendOriginal};
+    // The last numbers are those of excluded endpoints and connections.
+    for (form, list, unasked, after, expected, excluded) in [
+        (ReadForm::AnyList, 12, Unasked::Endpoint, AskAgain, "Retry", (0, 0)),
+        (ReadForm::AnyList, 12, Unasked::Connection, AskAgain, "Retry", (0, 0)),
+        (ReadForm::AnyList, 0, Unasked::Endpoint, AskOther, "Retry", (1, 0)),
+        (ReadForm::AnyList, 0, Unasked::Connection, AskOther, "Retry", (0, 1)),
+        (ReadForm::AnyGet, 0, Unasked::Connection, AskOther, "Retry", (0, 1)),
+        (ReadForm::AnyGet, 0, Unasked::Hidden, AskMostRecent, "Retry", (0, 0)),
+        (ReadForm::AnyList, 0, Unasked::Nothing, SendOriginal, "Retry", (0, 0)),
+        (ReadForm::GetNotOlderThan, 0, Unasked::Endpoint, AskOther, "Retry", (1, 0)),
+        (ReadForm::GetNotOlderThan, 0, Unasked::Connection, AskOther, "Retry", (0, 1)),
+        (ReadForm::GetNotOlderThan, 0, Unasked::Hidden, Respond, "Rejection 504", (1, 0)),
+        (ReadForm::GetNotOlderThan, 0, Unasked::Nothing, Respond, "Rejection 504", (1, 0)),
     ] {
-        let (attempts, text) = after_not_reached(form, list, has_ready);
+        let (attempts, text) = after_not_reached(form, list, unasked);
         assert_eq!(text, expected, "{after:?}");
-        assert_eq!(attempts.excluded.len(), excluded, "{after:?}");
+        let all = (attempts.excluded.len(), attempts.excluded_connections.len());
+        assert_eq!(all, excluded, "{form:?} {unasked:?} {after:?}");
         let retried = (after != Respond).then_some(after);
         assert_eq!(attempts.after_not_reached(), retried, "{after:?}");
         assert_eq!(attempts.read().unwrap().highest_reached(), 7);
     }
+}
+
+#[test]
+fn read_that_gets_no_other_connection_is_sent_on_any() {
+    let (mut attempts, _) = after_not_reached(ReadForm::AnyGet, 0, Unasked::Connection);
+    assert_eq!(attempts.requirements().excluded_connections, [CONNECTION.key]);
+    let (now, mut rng, world) = (Instant::now(), Rng::with_seed(1), TestFacts::default());
+    let effect = attempts.step(exhausted(), &world, now, &mut rng);
+    assert_eq!(show(&effect), "Acquire");
+    assert!(attempts.requirements().excluded_connections.is_empty());
+    let effect = attempts.step(exhausted(), &world, now, &mut rng);
+    assert!(show(&effect).starts_with("Error"), "{effect:?}");
 }
 
 #[test]
@@ -473,7 +494,7 @@ fn rejection_is_kept_as_its_stage_says() {
 #[test]
 fn requirements_follow_from_the_failure() {
     let (now, mut rng) = (Instant::now(), Rng::with_seed(1));
-    let silence = PreviousFailure::Silence(ConnectionKey(10));
+    let silence = PreviousFailure::Silence(ConnectionKey(10), EndpointKey(1));
     let refusal = PreviousFailure::Refusal(ConnectionKey(10), EndpointKey(1));
     for (stage, is_silent, previous, live_only) in [
         (Stage::NotSent, false, silence, false),

@@ -106,8 +106,9 @@ impl Facts<Key> for RandomFacts {
         !self.is(4)
     }
 
-    fn has_ready_besides(&self, _: &[EndpointKey]) -> bool {
-        !self.is(4)
+    fn unasked(&self, _: &Key, _: &[EndpointKey]) -> Unasked {
+        let all = [Unasked::Endpoint, Unasked::Connection, Unasked::Hidden, Unasked::Nothing];
+        all[self.rng.borrow_mut().usize(..all.len())]
     }
 }
 

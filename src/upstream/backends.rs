@@ -1,6 +1,6 @@
 //! Recognises which apiserver behind an address a connection has reached ([`jackstay_core::backends`]).
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::future::poll_fn;
 use std::pin::pin;
 use std::task::Poll;
@@ -27,8 +27,8 @@ const ANSWER_LIMIT: Duration = Duration::from_secs(1);
 const RACE_AFTER: Duration = Duration::from_millis(500);
 /// Maximum number of connects that race each other.
 const MAX_RACING: usize = 3;
-/// Number of apiservers that are not ready after which one is taken, if none can be told apart from the others.
-const MAX_UNREADY: usize = 3;
+/// Number of connections to apiservers that are not ready after which a further one is taken, if they cannot be told apart.
+const MAX_UNREADY: usize = 2;
 /// Maximum length of that answer, in bytes.
 const MAX_ANSWER: usize = 16 * 1024;
 
@@ -37,8 +37,10 @@ const MAX_ANSWER: usize = 16 * 1024;
 pub enum QuestionCredential {
     /// The certificate of the connection.
     Certificate,
-    /// A token: the configured one, or that of a client whose request waits for the connection.
+    /// The configured token.
     Token(HeaderValue),
+    /// The token of a client whose request waits for the connection.
+    Client(HeaderValue),
     /// None: the apiserver would end the connection after an anonymous question.
     None,
 }
@@ -49,7 +51,7 @@ impl QuestionCredential {
     pub fn token(&self) -> Option<Option<HeaderValue>> {
         match self {
             Self::Certificate => Some(None),
-            Self::Token(token) => Some(Some(token.clone())),
+            Self::Token(token) | Self::Client(token) => Some(Some(token.clone())),
             Self::None => None,
         }
     }
@@ -91,26 +93,31 @@ pub async fn dial_backend(
     (endpoint, tls): (&Endpoint, &ClientTls),
     limit: ConnectTimeout,
     max_streams: usize,
-    credential: QuestionCredential,
+    credential: &QuestionCredential,
 ) -> Result<DialedConnection, ConnectFailure> {
-    let (connector, config, unready) = (upstream.connector(), upstream.config(), Cell::new(0));
+    let (connector, config) = (upstream.connector(), upstream.config());
+    // They stay open until the search ends: a balancer that prefers the apiserver with the fewest connections (`leastconn`)
+    // would otherwise choose the same one again.
+    let others = RefCell::new(Vec::new());
     let readyz_path = &*config.health.readyz.path;
     search(upstream, endpoint, limit, async |limit| {
         let mut dialed = dial_h2(&connector, endpoint, tls, limit, max_streams).await?;
-        match Box::pin(reached(&mut dialed, (endpoint, readyz_path), &credential)).await {
+        match Box::pin(reached(&mut dialed, (endpoint, readyz_path), credential)).await {
             Reached::Wanted => return Ok(Some(dialed)),
+            // When none is ready, one that is not is better than none.
+            Reached::Other if endpoint.is_indistinct() && others.borrow().len() >= MAX_UNREADY => {
+                return Ok(Some(dialed));
+            }
             Reached::Other => {
-                unready.set(unready.get() + 1);
-                // When none is ready, one that is not is better than none.
-                let is_taken = endpoint.is_indistinct() && unready.get() >= MAX_UNREADY;
-                return Ok(is_taken.then_some(dialed));
+                others.borrow_mut().push(dialed);
+                return Ok(None);
             }
             Reached::Unknown => {}
             Reached::Refused => {
                 dialed = dial_h2(&connector, endpoint, tls, limit, max_streams).await?;
+                dialed.for_one_request = matches!(credential, QuestionCredential::Client(_));
             }
         }
-        dialed.is_recognised = false;
         Ok(Some(dialed))
     })
     .await

@@ -60,8 +60,8 @@ static NEXT_KEY: AtomicUsize = AtomicUsize::new(0);
 pub struct Connection {
     key: ConnectionKey,
     pub endpoint: Arc<Endpoint>,
-    /// Whether it is known to have reached the apiserver of its endpoint.
-    pub(super) is_recognised: bool,
+    /// Whether it takes one request only.
+    for_one_request: bool,
     /// The signals of its own probes, if it is probed itself.
     own_probe: OnceCell<Rc<ProbeSignals>>,
     /// The generation of its credential. Connections of older generations drain.

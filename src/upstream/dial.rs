@@ -76,8 +76,8 @@ pub struct DialedConnection {
     pub uncork: Uncork<UpstreamStream>,
     /// The [`certificate_hash`] of this connection.
     pub certificate: u64,
-    /// Whether it is known to have reached the apiserver of its endpoint, if that is one of several behind its address.
-    pub is_recognised: bool,
+    /// Whether it is for the request alone whose token an apiserver behind the address has refused.
+    pub for_one_request: bool,
     /// What the frames of the apiserver have shown.
     pub frames: PeerFrames,
     /// Reads the TCP statistics of the connection.
@@ -294,7 +294,7 @@ async fn first_pong(
         windows,
         uncork,
         certificate,
-        is_recognised: true,
+        for_one_request: false,
         frames,
         observer,
         rtt,

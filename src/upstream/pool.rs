@@ -283,10 +283,6 @@ impl Pool {
         );
         // From the last one on, so that the indices of the others stay valid.
         for index in handed_over.into_iter().rev() {
-            // Those of proven tokens are known to reach the apiserver of their endpoint.
-            if !class.connections.borrow()[index].is_recognised {
-                continue;
-            }
             let connection = class.connections.borrow_mut().remove(index);
             connection.serve_proven_tokens();
             proven.connections.borrow_mut().push(connection);
@@ -359,9 +355,11 @@ impl Pool {
             let max_streams = config.connections.max_streams;
             drop(config);
             let dial = (&*endpoint, &*tls);
-            match dial_backend(&pool.upstream, dial, limit, max_streams, credential).await {
+            let dialed = dial_backend(&pool.upstream, dial, limit, max_streams, &credential).await;
+            match dialed {
                 Ok(established) => {
                     endpoint.metrics.dialled("ok");
+                    class.token_asked(&credential, !established.for_one_request);
                     let connection = Connection::start(
                         established,
                         &endpoint,

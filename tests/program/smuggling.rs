@@ -107,7 +107,9 @@ async fn upstream_sees_exactly_the_requests_that_jackstay_forwarded() {
             broken.push(format!("{}: {property}: {}", entry.name, observation.describe()));
         }
     }
-    let strays = record.of(None);
+    let mut strays = record.of(None);
+    // jackstay asks what is behind its only endpoint.
+    strays.retain(|request| request.target != "/api");
     assert!(strays.is_empty(), "requests of no entry: {strays:?}");
     assert!(broken.is_empty(), "{} properties broken:\n{}", broken.len(), broken.join("\n"));
 

@@ -142,6 +142,26 @@ async fn sick_backend_is_left_and_replaced_by_another() {
     .await;
 }
 
+/// Each connection that has reached another backend is the one that the balancer would choose again.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn each_backend_is_reached_through_a_balancer_that_prefers_the_fewest_connections() {
+    let cluster = TestCluster::new(3);
+    let balancer = Balancer::least_connections(&cluster.addresses());
+    // The first server has fewest connections of others.
+    let rig = Rig::in_front_of(cluster, balancer, |_| {}).await;
+    let [sick, _] = rig.two_members().await;
+    until("both are used", async || {
+        rig.spread(20).await.iter().filter(|requests| **requests > 0).count() == 2
+    })
+    .await;
+    rig.cluster.servers[sick].set_faults(|faults| faults.unready = true);
+    until("it is not used", async || rig.spread(20).await[sick] == 0).await;
+    until("both others are used", async || {
+        rig.spread(20).await.iter().filter(|requests| **requests > 0).count() == 2
+    })
+    .await;
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn killed_backend_is_replaced() {
     let rig = Rig::start(3, |_| {}).await;

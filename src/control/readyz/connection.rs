@@ -62,7 +62,7 @@ pub async fn connect(
     }
     let limit = endpoint.connect_timeout(upstream.config().health.connect_timeout);
     let credential = question_credential(upstream, CredentialClass::Probe, &tls);
-    match dial_backend(upstream, (endpoint, &tls), limit, PROBE_STREAMS, credential).await {
+    match dial_backend(upstream, (endpoint, &tls), limit, PROBE_STREAMS, &credential).await {
         Ok(established) => {
             endpoint.metrics.dialled("ok");
             let new = reachability.start_connection(established, upstream, endpoint, &tls);

@@ -181,7 +181,7 @@ async fn handshake(
     loop {
         let limit = ConnectTimeout::fixed(HANDSHAKE_TIMEOUT);
         let credential = question_credential(upstream, CredentialClass::Probe, tls);
-        let dial = dial_backend(upstream, (endpoint, tls), limit, PROBE_STREAMS, credential);
+        let dial = dial_backend(upstream, (endpoint, tls), limit, PROBE_STREAMS, &credential);
         let failure = match dial.await {
             Ok(established) => return Some(established),
             Err(failure) => failure,

@@ -11,12 +11,15 @@ use http::Request;
 use jackstay_core::connection::Stream;
 use jackstay_sys::clock;
 
-use super::Connection;
+use super::{Connection, DrainReason};
 
 impl Connection {
     /// Reserves a slot for one stream. The caller has checked [`Self::free_streams`].
     pub fn reserve(self: &Rc<Self>, long_running: bool, now: Instant) -> Permit {
         let stream = self.step(|machine| machine.reserve(long_running, now));
+        if self.for_one_request {
+            self.drain(DrainReason::TokenRefused);
+        }
         Permit { connection: Rc::clone(self), stream, received: None }
     }
 }

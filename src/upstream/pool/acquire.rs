@@ -147,7 +147,9 @@ impl Pool {
         let (result, granted) = oneshot::channel();
         let preferences = OwnedPreferences::of(&request);
         let required = request.required;
-        let waiter = Waiter { long_running: required.long_running, preferences, result };
+        let authorization = request.authorization.cloned();
+        let waiter =
+            Waiter { long_running: required.long_running, preferences, authorization, result };
         let registered = self.state.get().may_wait(has_credential).and_then(|()| {
             class.with_table(start, |table, _| {
                 class.machine.borrow_mut().begin_wait(table, required, waiter, start)
@@ -155,7 +157,6 @@ impl Pool {
         });
         let id = registered.map_err(|refusal| self.unavailable(class, refusal))?;
         let _registration = Registration { class, id };
-        class.request_waits(request.authorization);
         self.upstream.metrics.stream_waits(&self.upstream.name).increment(1);
         self.changed.notify_one();
         // The pool answers every request before it drops it.

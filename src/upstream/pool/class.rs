@@ -32,8 +32,16 @@ pub struct ClassPool {
     table: RefCell<Vec<Candidate>>,
     pub(super) rebalancer: RefCell<Rebalancer>,
     pub(super) evacuations: RefCell<ActiveEvacuations>,
-    /// The `Authorization` of the last request that has waited for a connection.
-    authorization: RefCell<Option<HeaderValue>>,
+    tokens: RefCell<ClientTokens>,
+}
+
+/// The tokens of clients with which apiservers were asked.
+#[derive(Default)]
+struct ClientTokens {
+    /// The last one that was not refused.
+    accepted: Option<HeaderValue>,
+    /// The last one that was.
+    refused: Option<HeaderValue>,
 }
 
 impl ClassPool {
@@ -46,32 +54,39 @@ impl ClassPool {
             table: RefCell::default(),
             rebalancer: RefCell::new(Rebalancer::new(now)),
             evacuations: RefCell::default(),
-            authorization: RefCell::default(),
+            tokens: RefCell::default(),
         }
     }
 
-    /// A request waits for a connection. Its `Authorization` serves to ask which apiserver a new one has reached, if a bearer
-    /// token is the credential of the class.
-    pub(super) fn request_waits(&self, authorization: Option<&HeaderValue>) {
-        let is_of_tokens =
-            matches!(self.class, CredentialClass::Token | CredentialClass::UnprovenToken);
-        if let Some(authorization) = authorization.filter(|_| is_of_tokens) {
-            self.authorization.replace(Some(authorization.clone()));
-        }
-    }
-
-    /// The credential of questions on a new connection.
+    /// The credential of questions on a new connection. If a bearer token is the credential of the class and none is
+    /// configured, it is that of the first request that waits, unless that was refused.
     pub(super) fn question_credential(
         &self,
         upstream: &Upstream,
         tls: &ClientTls,
     ) -> QuestionCredential {
-        match question_credential(upstream, self.class, tls) {
-            QuestionCredential::None => {
-                let authorization = self.authorization.borrow().clone();
-                authorization.map_or(QuestionCredential::None, QuestionCredential::Token)
-            }
-            configured => configured,
+        let configured = question_credential(upstream, self.class, tls);
+        let is_of_tokens =
+            matches!(self.class, CredentialClass::Token | CredentialClass::UnprovenToken);
+        if !is_of_tokens || !matches!(configured, QuestionCredential::None) {
+            return configured;
+        }
+        let (machine, tokens) = (self.machine.borrow(), self.tokens.borrow());
+        let mut waiting = machine.waiters().filter_map(|waiter| waiter.authorization.as_ref());
+        let token = waiting.find(|token| tokens.refused.as_ref() != Some(token));
+        let token = token.or(tokens.accepted.as_ref()).cloned();
+        token.map_or(QuestionCredential::None, QuestionCredential::Client)
+    }
+
+    /// An apiserver was asked with this credential.
+    pub(super) fn token_asked(&self, credential: &QuestionCredential, is_accepted: bool) {
+        let QuestionCredential::Client(token) = credential else { return };
+        let mut tokens = self.tokens.borrow_mut();
+        if is_accepted {
+            tokens.accepted = Some(token.clone());
+        } else {
+            tokens.accepted.take_if(|accepted| accepted == token);
+            tokens.refused = Some(token.clone());
         }
     }
 

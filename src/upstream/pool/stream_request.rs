@@ -122,5 +122,7 @@ pub type Granted = Result<Permit, Unavailable>;
 pub(super) struct Waiter {
     pub(super) long_running: bool,
     pub(super) preferences: OwnedPreferences,
+    /// The `Authorization` of the client.
+    pub(super) authorization: Option<HeaderValue>,
     pub(super) result: oneshot::Sender<Granted>,
 }

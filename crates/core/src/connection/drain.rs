@@ -21,6 +21,8 @@ pub enum DrainReason {
     ProbeFailed,
     /// The apiserver that it has reached behind a balancer is not ready.
     NotReady,
+    /// It was opened for one request, whose token the apiserver refuses.
+    TokenRefused,
     /// A fresh connection to the same endpoint works; this one does not.
     Superseded,
     /// Its class has too many connections to the endpoint.
@@ -38,7 +40,7 @@ pub enum DrainUrgency {
 
 impl DrainReason {
     /// Every reason.
-    pub const ALL: [Self; 11] = [
+    pub const ALL: [Self; 12] = [
         Self::Idle,
         Self::ConfigurationRemoved,
         Self::IdentityUnusable,
@@ -48,6 +50,7 @@ impl DrainReason {
         Self::ProbingEnded,
         Self::ProbeFailed,
         Self::NotReady,
+        Self::TokenRefused,
         Self::Superseded,
         Self::ConnectionLimit,
     ];
@@ -64,6 +67,7 @@ impl DrainReason {
             Self::ProbingEnded => "no longer probed",
             Self::ProbeFailed => "probe failed",
             Self::NotReady => "its apiserver is not ready",
+            Self::TokenRefused => "token refused",
             Self::Superseded => "a fresh connection works, this one does not",
             Self::ConnectionLimit => "connection limit",
         }
@@ -83,6 +87,7 @@ impl DrainReason {
             | Self::CertificateRefused
             | Self::ProbingEnded
             | Self::ProbeFailed
+            | Self::TokenRefused
             | Self::Superseded => None,
         }
     }

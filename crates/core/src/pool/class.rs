@@ -181,6 +181,11 @@ impl<W> Class<W> {
         self.waiters.len()
     }
 
+    /// What the caller keeps for the requests that wait, in order.
+    pub fn waiters(&self) -> impl Iterator<Item = &W> {
+        self.waiters.behind(None).map(|(_, waiter)| &waiter.handle)
+    }
+
     /// Number of held watches. They are no waiters, so no connections are opened for them. When the outage ends, they
     /// ask for streams, spread over time.
     pub fn held_watches(&self) -> usize {

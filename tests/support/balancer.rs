@@ -53,9 +53,12 @@ impl Balancer {
         Self::create(backends, None)
     }
 
-    /// New connections reach the backend with the fewest open ones, as with `leastconn` of HAProxy.
-    pub fn least_connections(backends: &[SocketAddr]) -> Self {
-        Self::create(backends, Some(Mutex::default()))
+    /// New connections reach the backend with the fewest open ones, as with `leastconn` of HAProxy. Each backend has this
+    /// number of connections of others.
+    pub fn least_connections(backends: &[(SocketAddr, usize)]) -> Self {
+        let open = Mutex::new(backends.iter().copied().collect());
+        let backends: Vec<_> = backends.iter().map(|(backend, _)| *backend).collect();
+        Self::create(&backends, Some(open))
     }
 
     fn create(backends: &[SocketAddr], open: Option<Mutex<HashMap<SocketAddr, usize>>>) -> Self {

@@ -272,7 +272,7 @@ fn report(upstream: &Upstream, address: &mut Address) {
             tracing::info!(
                 upstream,
                 endpoint = label,
-                "apiservers of the endpoint cannot be told apart; each connection is judged by its own /readyz"
+                "all connections to the endpoint show the same certificate and address; each is judged by its own /readyz"
             );
         }
         Kind::Unreliable if is_new => {

@@ -12,6 +12,7 @@ use jackstay_config::{Config, EndpointKind};
 use serde_json::{Value, json};
 use std::cell::OnceCell;
 use std::collections::HashMap;
+use std::net::SocketAddr;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -160,6 +161,53 @@ async fn each_backend_is_reached_through_a_balancer_that_prefers_the_fewest_conn
         rig.spread(20).await.iter().filter(|requests| **requests > 0).count() == 2
     })
     .await;
+}
+
+/// Two addresses are examined, and stay so when a third one joins, which is not.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn addresses_of_several_apiservers_stay_examined_when_others_join() {
+    let cluster = TestCluster::new(4);
+    let addresses = cluster.addresses();
+    let balancer = Balancer::start(&addresses[..2]);
+    let other = Balancer::start(&addresses[2..]);
+    let file = cluster.certs.path().join("endpoints");
+    let write = |addresses: &[SocketAddr]| {
+        let lines: Vec<_> = addresses.iter().map(ToString::to_string).collect();
+        std::fs::write(&file, lines.join("\n")).unwrap();
+    };
+    write(&[balancer.address, other.address]);
+    let from_file = |config: &mut Config| {
+        config.upstreams[0].endpoints.clear();
+        config.upstreams[0].endpoints_file = Some(file.clone());
+    };
+    let rig = Rig::in_front_of(cluster, balancer, from_file).await;
+    let labels = async || -> Vec<String> {
+        let endpoints = rig.proxy.endpoints().await;
+        let mut labels: Vec<_> =
+            endpoints.iter().map(|one| one["address"].as_str().unwrap().to_owned()).collect();
+        labels.sort_unstable();
+        labels
+    };
+    let behind = |address: SocketAddr, servers: [usize; 2]| {
+        servers.map(|server| format!("{address}/{}", rig.cluster.servers[server].name()))
+    };
+    let mut expected =
+        [behind(rig.balancer.address, [0, 1]), behind(other.address, [2, 3])].concat();
+    expected.sort_unstable();
+    until("each server is an endpoint", async || labels().await == expected).await;
+    let third = Balancer::start(&addresses);
+    write(&[rig.balancer.address, other.address, third.address]);
+    expected.push(third.address.to_string());
+    expected.sort_unstable();
+    until("the third address is one endpoint", async || labels().await == expected).await;
+    // Longer than the interval in which addresses are looked at.
+    let start = Instant::now();
+    while start.elapsed() < Duration::from_secs(3) {
+        rig.spread(10).await;
+        assert_eq!(labels().await, expected);
+    }
+    write(&[other.address]);
+    until("the others leave", async || labels().await == behind(other.address, [2, 3])).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]

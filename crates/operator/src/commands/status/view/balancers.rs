@@ -38,7 +38,8 @@ fn balancer(balancer: &Value, endpoints: &[Value]) -> String {
 fn indistinct(balancer: &Value, endpoints: &[Value]) -> String {
     let (_, connections) = in_use(balancer, endpoints);
     format!(
-        "balancer {}: its apiservers cannot be told apart, so each connection is judged by its own /readyz; {connections}",
+        "balancer {}: all connections show the same certificate and address (its apiservers share them, or client IP \
+         affinity leads to one of them), so each is judged by its own /readyz; {connections}",
         text_at(balancer, "address")
     )
 }
@@ -99,8 +100,8 @@ mod tests {
         for part in [
             "\nbalancer 10.0.0.5:443: 3 apiservers seen (10.0.0.11:6443, 10.0.0.12:6443, certificate [2J), 2 in use, 7 \
              connections\n",
-            "\nbalancer 10.0.0.9:443: its apiservers cannot be told apart, so each connection is judged by its own \
-             /readyz; 2 connections\n",
+            "\nbalancer 10.0.0.9:443: all connections show the same certificate and address (its apiservers share them, or \
+             client IP affinity leads to one of them), so each is judged by its own /readyz; 2 connections\n",
             "\n10.0.0.10:443: no connection has reached an apiserver when it was last examined; jackstay tries again\n",
             "\nbalancer 10.0.0.6:443: its apiservers cannot be recognised, because its connections show ever new \
              certificates or addresses\n",

@@ -13,7 +13,9 @@ use crate::requested_certificate::RequestedCertificate;
 use crate::state::{Counters, Faults, Phase, ServerState};
 use jackstay_sys::sockets::stream::{TcpListener, TcpStream};
 use rustls::RootCertStore;
+use rustls::crypto::CryptoProvider;
 use rustls::server::{ServerSessionMemoryCache, WebPkiClientVerifier};
+use rustls::sign::{CertifiedKey, SingleCertAndKey};
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::atomic::Ordering::Relaxed;
@@ -155,6 +157,17 @@ impl ApiServer {
         version.clone_into(&mut lock(&self.state.version));
     }
 
+    /// Shows this certificate on new connections. TLS sessions of earlier ones can be resumed, as with kube-apiserver.
+    ///
+    /// # Errors
+    /// The certificate cannot be used.
+    pub fn set_certificate(&self, certificate: &Issued) -> io::Result<()> {
+        let mut tls = lock(&self.state.tls);
+        let key = certified_key(certificate, tls.crypto_provider())?;
+        Arc::make_mut(&mut tls).cert_resolver = Arc::new(SingleCertAndKey::from(key));
+        Ok(())
+    }
+
     /// Changes the faults in force.
     pub fn set_faults(&self, change: impl FnOnce(&mut Faults)) {
         // The watch cache does not go back when its lag grows.
@@ -208,6 +221,11 @@ impl ApiServer {
     pub(super) fn serve_prepared(&self, listener: TcpListener) -> impl Future<Output = ()> + use<> {
         serve(self.state.clone(), listener)
     }
+}
+
+fn certified_key(certificate: &Issued, provider: &CryptoProvider) -> io::Result<CertifiedKey> {
+    let (chain, key) = (vec![certificate.cert_der()], certificate.key_der());
+    CertifiedKey::from_der(chain, key, provider).map_err(io::Error::other)
 }
 
 /// Accepts connections until the server is killed or has shut down.

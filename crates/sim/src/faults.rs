@@ -41,6 +41,8 @@ pub enum FaultKind {
     Goaway(f64),
     /// Every request is answered with 403, `/readyz`, too, as by an apiserver that has just started.
     Forbid,
+    /// The apiserver has a new serving certificate for new connections. It does not end.
+    RenewCertificate,
     /// The path to the aggregated server refuses connects.
     GroupRefused,
     /// All packets on the path to the aggregated server are dropped.
@@ -106,6 +108,7 @@ impl Fault {
             FaultKind::ForgetFlows { .. }
                 | FaultKind::Goaway(_)
                 | FaultKind::Compact
+                | FaultKind::RenewCertificate
                 | FaultKind::ReplaceUpstream
         ) || self.kind.is_of_group();
         self.until.is_none() && !ends && !self.kind.is_of_no_server()

@@ -50,6 +50,8 @@ pub struct Findings {
     pub failed_leases: u64,
     /// Leaders that have lost their lease. No promise has a bound for it: [`Self::longest_lease`] has one.
     pub leaders_lost: u64,
+    /// The most connects of a node to apiservers within 10 s ([`crate::checker::traffic::CONNECTS_WITHIN`]).
+    pub connects: u64,
     /// What clients of the aggregated group have seen. The figures above do not count it, except for lists and watches.
     pub group: GroupFindings,
     /// Clients that were stopped.
@@ -145,6 +147,8 @@ pub struct Promises {
     pub watches_ended: u64,
     /// Upper bound of [`Findings::longest_lease`].
     pub lease: Duration,
+    /// Upper bound of [`Findings::connects`].
+    pub connects: u64,
     /// Those for clients of the aggregated group.
     pub group: GroupPromises,
 }
@@ -163,6 +167,7 @@ impl Default for Promises {
             watches_broken: u64::MAX,
             watches_ended: u64::MAX,
             lease: Duration::MAX,
+            connects: u64::MAX,
             group: GroupPromises::NONE,
         }
     }
@@ -183,6 +188,7 @@ impl Promises {
         let (group, promised) = (&found.group, &self.group);
         number("failed reads of the group", group.failed_reads, promised.failed_reads);
         number("failed writes of the group", group.failed_writes, promised.failed_writes);
+        number("connects of a node within 10 s", found.connects, self.connects);
         number("lists after the first", found.relists, self.relists);
         number("broken watches", found.watches_broken, self.watches_broken);
         number("watches that ended", found.watches_ended, self.watches_ended);
@@ -208,7 +214,7 @@ impl fmt::Display for Findings {
         write!(
             f,
             "reads {} ({} failed, slowest {:.3?}), lists {} ({} failed, slowest {:.3?}), writes {} ({} failed, slowest {:.3?}), events {} (silence {:.3?}), \
-             relists {}, broken watches {}, leases {:.1?} apart ({} failed)",
+             relists {}, broken watches {}, leases {:.1?} apart ({} failed), connects {}",
             self.reads,
             self.failed_reads,
             self.slowest_read,
@@ -223,7 +229,8 @@ impl fmt::Display for Findings {
             self.relists,
             self.watches_broken,
             self.longest_lease,
-            self.failed_leases
+            self.failed_leases,
+            self.connects
         )?;
         if self.group == GroupFindings::default() { Ok(()) } else { write!(f, ", {}", self.group) }
     }

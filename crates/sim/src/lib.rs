@@ -8,11 +8,13 @@
 //! * [`peers`], [`checker`]: the clients, and the rules that what they see is compared with.
 //! * [`scripts`]: clients that follow a script, and assert what it answers and when.
 //! * [`fleet`], [`storms`], [`plots`]: many nodes, and what they do to the apiservers together.
+//! * [`balancer`]: one address in front of the apiservers.
 //! * [`credential`]: what a client proves.
 //! * [`faults`], [`scenario`], [`scenarios`], [`invariants`]: what goes wrong, and what must hold.
 
 #![cfg_attr(not(test), warn(clippy::too_many_lines))]
 
+pub mod balancer;
 pub mod checker;
 pub mod credential;
 pub mod faults;

@@ -14,6 +14,7 @@ use std::time::Duration;
 
 use jackstay_config::Config;
 
+use crate::balancer::Balancer;
 use crate::credential::Credential;
 use crate::faults::{Fault, FaultKind, random_fault};
 use crate::invariants::Promises;
@@ -64,6 +65,7 @@ pub struct Sim {
     /// The promises of the clusters after the first one.
     pub(crate) other_promises: Promises,
     pub(crate) nodes: usize,
+    pub(crate) balancer: Option<Balancer>,
     clients: Vec<(Role, usize)>,
     pub(crate) faults: Vec<Fault>,
     pub(crate) ping_interval: Duration,
@@ -90,6 +92,7 @@ impl Sim {
             clusters: Vec::new(),
             other_promises: Promises::default(),
             nodes: 1,
+            balancer: None,
             clients: Vec::new(),
             faults: Vec::new(),
             ping_interval: Duration::from_secs(1),
@@ -140,6 +143,13 @@ impl Sim {
             Some(*end)
         });
         ends.zip(&counts).map(|(end, count)| end - count..end).collect()
+    }
+
+    /// The upstream of the nodes has one address, that of a load balancer in front of all apiservers.
+    #[must_use]
+    pub fn behind(mut self, balancer: Balancer) -> Self {
+        self.balancer = Some(balancer);
+        self
     }
 
     /// The number of nodes. Each has all clients of each cluster.

@@ -1,6 +1,7 @@
 //! The scenarios that have names. Their promises are those of the table in the README at the top.
 
 mod apiservers;
+mod balancers;
 mod common;
 mod groups;
 mod processes;
@@ -11,6 +12,7 @@ use crate::scenario::Scenario;
 /// All scenarios.
 pub fn all() -> impl Iterator<Item = &'static Scenario> {
     let of_apiservers = apiservers::SCENARIOS.iter().chain(groups::SCENARIOS);
+    let of_apiservers = of_apiservers.chain(balancers::SCENARIOS);
     of_apiservers.chain(processes::SCENARIOS).chain(variants::SCENARIOS)
 }
 

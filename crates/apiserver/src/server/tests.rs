@@ -122,27 +122,47 @@ async fn dropped_process_closes_its_connections_and_serves_again_after_a_restart
     assert_eq!(simulation.get(&client, "/version").await.status, 200);
 }
 
+/// How a TLS handshake was made, and the certificate that the server has.
+async fn handshake(
+    simulation: &Simulation,
+    config: &Arc<rustls::ClientConfig>,
+) -> (HandshakeKind, Vec<u8>) {
+    let connector = tokio_rustls::TlsConnector::from(config.clone());
+    let stream = simulation.network.connect().unwrap();
+    let request = async {
+        let mut tls = connector.connect(ADDR.ip().into(), stream).await.unwrap();
+        tls.write_all(b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n").await.unwrap();
+        // Tickets come before the response.
+        tls.read_u8().await.unwrap();
+        let connection = tls.get_ref().1;
+        let certificate = connection.peer_certificates().unwrap()[0].to_vec();
+        (connection.handshake_kind().unwrap(), certificate)
+    };
+    Box::pin(simulation.run(request)).await
+}
+
 #[tokio::test(start_paused = true)]
 async fn tls_sessions_are_resumed_until_a_restart() {
     let mut simulation = Simulation::new();
     let config = Arc::new(tls_config(&simulation.credentials, false).unwrap());
-    let handshake = async |simulation: &Simulation| {
-        let connector = tokio_rustls::TlsConnector::from(config.clone());
-        let stream = simulation.network.connect().unwrap();
-        let request = async {
-            let mut tls = connector.connect(ADDR.ip().into(), stream).await.unwrap();
-            tls.write_all(b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n").await.unwrap();
-            // Tickets come before the response.
-            tls.read_u8().await.unwrap();
-            tls.get_ref().1.handshake_kind().unwrap()
-        };
-        Box::pin(simulation.run(request)).await
-    };
-    assert_eq!(handshake(&simulation).await, HandshakeKind::Full);
-    assert_eq!(handshake(&simulation).await, HandshakeKind::Resumed);
+    assert_eq!(handshake(&simulation, &config).await.0, HandshakeKind::Full);
+    assert_eq!(handshake(&simulation, &config).await.0, HandshakeKind::Resumed);
     simulation.kill();
     simulation.restart();
-    assert_eq!(handshake(&simulation).await, HandshakeKind::Full);
+    assert_eq!(handshake(&simulation, &config).await.0, HandshakeKind::Full);
+}
+
+#[tokio::test(start_paused = true)]
+async fn new_certificate_is_shown_on_new_connections() {
+    let simulation = Simulation::new();
+    let config = || Arc::new(tls_config(&simulation.credentials, false).unwrap());
+    let (first, host) = (config(), ADDR.ip().to_string());
+    let before = handshake(&simulation, &first).await.1;
+    let renewed = simulation.pki.server_for(&[&host], Validity::usual()).unwrap();
+    simulation.server.set_certificate(&renewed).unwrap();
+    assert_eq!(handshake(&simulation, &config()).await.1, renewed.cert_der().to_vec());
+    // The certificate of a resumed session is that of its first handshake.
+    assert_eq!(handshake(&simulation, &first).await, (HandshakeKind::Resumed, before));
 }
 
 #[tokio::test(start_paused = true)]

@@ -5,7 +5,7 @@
 //! | counted | a request that arrives more than once has been retried or hedged, and the metrics count that |
 //! | hedges | hedges are at most a tenth of the requests, after a first burst |
 //! | other endpoint | a hedge is not sent to the apiserver whose requests hang, while another one works |
-//! | connects | the pauses between failed connects to an apiserver grow, and none follows a success |
+//! | connects | the pauses between failed connects to an apiserver grow, and none follows a success; not behind a balancer, which selects the apiserver |
 //! | order | requests that share one stream arrive in the order in which clients have sent them |
 //! | outage | watches that are held in an outage do not continue before an apiserver is ready |
 //! | jitter | watches that were lost together continue at different times |
@@ -38,6 +38,9 @@ const SAME_MOMENT: Duration = Duration::from_millis(2);
 const SENT_TOGETHER: Duration = Duration::from_micros(50);
 /// Watches that continue with longer pauses between them were not lost together.
 const LOST_TOGETHER: Duration = Duration::from_millis(200);
+
+/// The time for which a scenario may bound the connects of a node.
+pub const CONNECTS_WITHIN: Duration = Duration::from_secs(10);
 
 /// A request as an apiserver has received it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -87,6 +90,8 @@ pub struct Traffic {
     pub arrivals: Vec<Arrival>,
     /// Its connects, in the order of their times.
     pub connects: Vec<Connect>,
+    /// Whether a balancer selects the apiserver of each connection.
+    pub is_balanced: bool,
     /// Requests that its clients have sent.
     pub requests: u64,
     /// Requests that were retried.
@@ -117,6 +122,17 @@ impl Traffic {
         for text in broken.into_iter().flatten() {
             findings.violation(format!("node {node}: {text}"));
         }
+        findings.connects = findings.connects.max(self.most_connects());
+    }
+
+    /// The largest number of connects within [`CONNECTS_WITHIN`].
+    fn most_connects(&self) -> u64 {
+        let until = |first: &Connect| first.at + CONNECTS_WITHIN;
+        let most = self.connects.iter().enumerate().map(|(number, first)| {
+            let later = self.connects[number..].iter();
+            later.take_while(|connect| connect.at < until(first)).count()
+        });
+        most.max().unwrap_or_default() as u64
     }
 
     /// The arrivals of each request that is no watch, in the order of their times.
@@ -186,6 +202,9 @@ impl Traffic {
     }
 
     fn connects_without_pauses(&self) -> Option<String> {
+        if self.is_balanced {
+            return None;
+        }
         let servers: BTreeSet<_> = self.connects.iter().map(|connect| connect.server).collect();
         servers.into_iter().find_map(|server| {
             let (mut first, mut count) = (Duration::ZERO, 0);

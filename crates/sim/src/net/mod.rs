@@ -5,10 +5,12 @@
 //!
 //! * `network`: hosts with their links, and what a packet does on arrival; `lifecycle` and `segments` have the
 //!   parts for the life of a connection and for its data, `timers` those for lost packets.
+//! * `balancer`: an address that leads to one of several hosts.
 //! * `tcp`, `socket_state`, `connections`: the state of connections.
 //! * `clock`, `event`, `queue`, `log`: what happens, and when.
 //! * [`sockets`]: byte sockets.
 
+mod balancer;
 mod clock;
 mod connections;
 mod event;

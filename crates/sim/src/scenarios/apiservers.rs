@@ -267,6 +267,7 @@ pub(super) const SCENARIOS: &[Scenario] = &[
             watches_broken: 0,
             watches_ended: u64::MAX,
             lease: Duration::from_secs(40),
+            connects: u64::MAX,
             group: GroupPromises::NONE,
         },
     },

@@ -46,5 +46,6 @@ pub(super) const READS: Promises = Promises {
     watches_broken: 0,
     watches_ended: u64::MAX,
     lease: Duration::from_secs(20),
+    connects: u64::MAX,
     group: GroupPromises::NONE,
 };

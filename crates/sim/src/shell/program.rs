@@ -25,7 +25,7 @@ use jackstay::observe::{Liveness, Metrics};
 use jackstay::proxy::identity_lane::IdentityLane;
 use jackstay::proxy::request_body;
 use jackstay::upstream::Upstream;
-use jackstay_config::{Config, MemoryLimit};
+use jackstay_config::{Config, EndpointKind, MemoryLimit};
 use jackstay_core::admission::{DEFAULT_LIMIT, MemoryBudget};
 use jackstay_net::loaded_files::LoadedFiles;
 use jackstay_sys::sockets::connector::Connector;
@@ -62,8 +62,10 @@ pub fn server_of(address: &str, servers: usize) -> Option<usize> {
 /// What a run configures; the rest has the program's defaults.
 #[derive(Debug, Clone)]
 pub struct Configuration {
-    /// The addresses of the apiservers of each cluster.
+    /// The endpoints of each cluster: its apiservers, or the balancer in front of them.
     pub clusters: Vec<Vec<SocketAddr>>,
+    /// What is behind each endpoint (`kind`).
+    pub kind: EndpointKind,
     /// `health.ping_interval`.
     pub ping_interval: Duration,
     /// `connections.max`.
@@ -105,7 +107,7 @@ struct Parts {
 #[derive(Debug)]
 struct Current {
     active: ActiveConfig,
-    writers: Vec<EndpointSetWriter>,
+    writers: Vec<Rc<EndpointSetWriter>>,
     /// Those of the upstreams.
     tasks: Vec<JoinHandle<()>>,
 }
@@ -189,10 +191,14 @@ impl Program {
 impl Current {
     /// Starts the tasks of the upstreams.
     fn start(active: ActiveConfig, control: &Control) -> Self {
-        let writers = active.upstreams.iter().map(|one| EndpointSetWriter::new(Arc::clone(one)));
-        let writers: Vec<_> = writers.collect();
+        let mut writers = Vec::new();
         let mut tasks = Vec::new();
         for upstream in &active.upstreams {
+            let writer = Rc::new(EndpointSetWriter::new(Arc::clone(upstream)));
+            let backends =
+                jackstay::control::backends::run(Arc::clone(upstream), Rc::clone(&writer));
+            tasks.push(spawn_local(backends));
+            writers.push(writer);
             tasks.push(spawn_local(jackstay::control::canary::run(Arc::clone(upstream))));
             let state_dir = Arc::new(ArcSwap::from_pointee(active.config.state_dir.clone()));
             let (drain, end) = (control.drain.subscribe(), control.end.subscribe());
@@ -366,11 +372,17 @@ impl Configuration {
         let endpoints: Vec<_> = endpoints.iter().map(|one| format!("\"{one}\"")).collect();
         let (endpoints, directory) = (endpoints.join(", "), certificates.display());
         let (interval, max_connections) = (self.ping_interval.as_millis(), self.max_connections);
+        let kind = match self.kind {
+            EndpointKind::Apiserver => "apiserver",
+            EndpointKind::Auto => "auto",
+            EndpointKind::Balancer => "balancer",
+        };
         // Writing to a string does not fail.
         let _ = write!(
             text,
             r"  - name: {name}
     endpoints: [{endpoints}]
+    kind: {kind}
     tls: {{ ca_file: {directory}/ca.crt }}
     connections: {{ max: {max_connections} }}
     health: {{ ping_interval: {interval}ms }}

@@ -6,7 +6,9 @@ use std::time::Duration;
 
 use jackstay_apiserver::aggregated::AggregatedPath;
 use jackstay_apiserver::cluster::Cluster;
+use jackstay_apiserver::pki::Issued;
 use jackstay_apiserver::{ApiServer, Options};
+use jackstay_core::backends::{Backend, BackendId, certificate_hash};
 use jackstay_sys::sockets::stream::TcpListener;
 
 use super::certificates::Certificates;
@@ -29,6 +31,8 @@ pub struct Apiserver {
     /// Its number as a process of the network.
     number: ProcessId,
     server: ApiServer,
+    /// The [`certificate_hash`] of each certificate that it has had.
+    certificates: Vec<u64>,
     process: Process,
     is_running: bool,
     /// Until a fault that overlaps others starts it again.
@@ -36,21 +40,21 @@ pub struct Apiserver {
 }
 
 impl Apiserver {
-    /// Starts an apiserver on a host.
+    /// Starts an apiserver with this certificate on a host.
     ///
     /// # Errors
-    /// Its certificate cannot be issued, or the host has another one.
+    /// The certificate cannot be used, or the host has another apiserver.
     pub fn start(
         network: &SocketNetwork,
         host: HostId,
         cluster: &Cluster,
-        certificates: &Certificates,
+        (certificates, certificate): (&Certificates, Issued),
         (max_streams, compresses_responses): (u32, bool),
     ) -> io::Result<Self> {
-        let address = SocketNetwork::address_of(host).to_string();
         let mut options = Options::named(&format!("apiserver-{host}"));
         options.compresses_responses = compresses_responses;
-        options.certificate = Some(certificates.serving(&[&address])?);
+        let hash = certificate_hash(&certificate.cert_der());
+        options.certificate = Some(certificate);
         let server = ApiServer::new(cluster, certificates.pki(), options)?;
         server.set_faults(|faults| {
             faults.service_time = Some(SERVICE_TIME..=2 * SERVICE_TIME);
@@ -63,6 +67,7 @@ impl Apiserver {
             network: network.clone(),
             number,
             server,
+            certificates: vec![hash],
             process,
             is_running: true,
             is_dead: false,
@@ -128,6 +133,29 @@ impl Apiserver {
             }),
         }
         Ok(())
+    }
+
+    /// Names this address in `/api`.
+    pub fn advertise(&self, address: &'static str) {
+        self.server.set_faults(|faults| faults.advertised_address = Some(address));
+    }
+
+    /// Shows this certificate on new connections.
+    ///
+    /// # Errors
+    /// The certificate cannot be used.
+    pub fn renew_certificate(&mut self, certificate: &Issued) -> io::Result<()> {
+        self.certificates.push(certificate_hash(&certificate.cert_der()));
+        self.server.set_certificate(certificate)
+    }
+
+    /// Whether jackstay means this apiserver, and no other one.
+    pub fn is_backend(&self, backend: &Backend) -> bool {
+        match &backend.id {
+            BackendId::Certificate(hash) => self.certificates.contains(hash),
+            BackendId::Address(address) => **address == *self.server.name(),
+            BackendId::Indistinct(_) => false,
+        }
     }
 
     /// The server, which outlives its processes.

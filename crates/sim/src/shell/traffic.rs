@@ -7,9 +7,10 @@ use std::time::{Duration, Instant, SystemTime};
 use jackstay_apiserver::audit::Record;
 
 use super::program::APISERVER_PORT;
+use crate::balancer::{Balancer, Distinction};
 use crate::checker::traffic::{Arrival, Connect, Hang, Traffic};
 use crate::faults::{Fault, FaultKind};
-use crate::net::sockets::{self, SocketNetwork};
+use crate::net::sockets;
 
 /// A shorter outage does not hold watches until an apiserver is ready (`jackstay_core::outage`).
 const SHORTEST_OUTAGE: Duration = Duration::from_secs(3);
@@ -41,6 +42,8 @@ pub struct Sources<'a> {
     pub faults: &'a [Fault],
     /// The number of apiservers.
     pub servers: usize,
+    /// The balancer that selects the apiserver of each connection.
+    pub balancer: Option<Balancer>,
     /// How long the clients ran.
     pub time: Duration,
     /// The start of the run.
@@ -61,6 +64,7 @@ impl Sources<'_> {
                 .filter_map(|one| self.arrival(one))
                 .collect(),
             connects: self.connects.iter().filter_map(|connect| self.connect(connect)).collect(),
+            is_balanced: self.balancer.is_some(),
             requests: sum(self.metrics, "jackstay_requests_total", &[]),
             retries: sum(self.metrics, "jackstay_retries_total", &[]),
             hedges: sum(self.metrics, "jackstay_hedges_total", &["original", "hedge", "failed"]),
@@ -85,22 +89,20 @@ impl Sources<'_> {
     }
 
     fn connect(&self, connect: &sockets::Connect) -> Option<Connect> {
-        let mut servers = 0..self.servers;
-        let server = servers.find(|&server| {
-            SocketNetwork::address_of(server as u16) == connect.to.ip()
-                && connect.to.port() == APISERVER_PORT
-        })?;
+        let is_apiserver =
+            |server: &usize| *server < self.servers && connect.to.port() == APISERVER_PORT;
+        let server = connect.host.map(usize::from).filter(is_apiserver)?;
         let at = connect.at.saturating_duration_since(self.start.0);
         let closed = connect.closed.map(|closed| closed.saturating_duration_since(self.start.0));
         Some(Connect { at, server, established: connect.established, closed })
     }
 
     /// The apiservers that never stop to accept connections once they have started, so that a lost connection is
-    /// followed by another one at once; none if jackstay itself stands still.
+    /// followed by another one at once; none if jackstay itself stands still, or cannot select the apiserver.
     fn kept(&self) -> BTreeSet<usize> {
         let stands_still =
             |fault: &Fault| matches!(fault.kind, FaultKind::ProxyKill | FaultKind::ProxyStop);
-        if self.faults.iter().any(stands_still) {
+        if self.balancer.is_some() || self.faults.iter().any(stands_still) {
             return BTreeSet::new();
         }
         let is_kept = |server: &usize| {
@@ -133,14 +135,16 @@ impl Sources<'_> {
         common
     }
 
-    /// The times in which requests of one apiserver hang, if nothing else goes wrong but that others are slow.
+    /// The times in which requests of one apiserver hang, if nothing else goes wrong but that others are slow, and if
+    /// jackstay can tell it apart.
     fn hangs(&self) -> Vec<Hang> {
         let hang = self.faults.iter().find(|fault| fault.kind == FaultKind::Hang);
         let is_known = |fault: &Fault| {
             let is_slow = matches!(fault.kind, FaultKind::Slow(_));
             Some(fault) == hang || is_slow && hang.is_some_and(|hang| hang.server != fault.server)
         };
-        if !self.faults.iter().all(is_known) {
+        let distinction = self.balancer.map(|balancer| balancer.distinction);
+        if distinction == Some(Distinction::Nothing) || !self.faults.iter().all(is_known) {
             return Vec::new();
         }
         let times = |hang: &Fault| {

@@ -38,6 +38,20 @@ fn watch_that_continues_is_no_request_that_arrives_again() {
 }
 
 #[test]
+fn connects_are_the_most_within_ten_seconds() {
+    let connects = |times: &[u32]| {
+        let connects = times.iter().map(|&at| failed(at)).collect();
+        let mut findings = Findings::default();
+        Traffic { connects, is_balanced: true, ..Traffic::default() }.check(0, &mut findings);
+        (findings.connects, findings.violations)
+    };
+    assert_eq!(connects(&[]), (0, vec![]));
+    assert_eq!(connects(&[0, 9_999, 10_000, 19_998, 19_999, 20_001]), (3, vec![]));
+    // The apiserver of a connect is not that of jackstay's choice, so connects to one have no pauses.
+    assert_eq!(connects(&[0; 40]), (40, vec![]));
+}
+
+#[test]
 fn hedges_keep_to_their_budget() {
     for (requests, hedges, is_kept) in
         [(0, 129, true), (0, 130, false), (100, 139, true), (100, 140, false)]

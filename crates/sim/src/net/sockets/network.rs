@@ -8,6 +8,7 @@ use std::time::Instant;
 use jackstay_sys::clock::now;
 
 use super::state::{Connect, State, address_of};
+use crate::net::balancer::{self, Balancer};
 use crate::net::log::Log;
 use crate::net::{HostId, Link, ProcessId, ProcessState};
 
@@ -38,6 +39,24 @@ impl SocketNetwork {
     /// The address of a host: 10.0.0.1 of the first one. 127.0.0.0/8 is the host of the process that connects.
     pub fn address_of(host: HostId) -> IpAddr {
         address_of(host)
+    }
+
+    /// The address of the balancer, if there is one.
+    pub fn balancer_address() -> IpAddr {
+        balancer::ADDRESS
+    }
+
+    /// Adds a balancer: new connections to [`Self::balancer_address`] lead to one of these hosts, those of one client
+    /// (`is_sticky`) to the same one.
+    pub fn add_balancer(&self, hosts: &[HostId], is_sticky: bool, seed: u64) {
+        self.lock().balancer = Some(Balancer::new(hosts, is_sticky, seed));
+    }
+
+    /// Sets whether the balancer leads new connections to a host.
+    pub fn set_backend(&self, host: HostId, is_in: bool) {
+        if let Some(balancer) = &mut self.lock().balancer {
+            balancer.set_backend(host, is_in);
+        }
     }
 
     /// When the next event is due, which is never earlier than the present.

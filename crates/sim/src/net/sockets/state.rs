@@ -6,6 +6,7 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::task::Waker;
 use std::time::Instant;
 
+use crate::net::balancer::{self, Balancer};
 use crate::net::clock::Clock;
 use crate::net::event::NetEvent;
 use crate::net::log::Entry;
@@ -56,6 +57,7 @@ pub(super) struct State {
     pub(super) users: BTreeMap<ProcessId, u32>,
     /// The connects so far: that of each connection.
     pub(super) connects: Vec<Connect>,
+    pub(super) balancer: Option<Balancer>,
 }
 
 /// A connect of a process.
@@ -65,6 +67,8 @@ pub struct Connect {
     pub process: ProcessId,
     /// Where it connects to.
     pub to: SocketAddr,
+    /// The host that it reaches, if there is one.
+    pub host: Option<HostId>,
     /// When it began.
     pub at: Instant,
     /// Whether the process has learned that the connection is established.
@@ -87,6 +91,7 @@ impl State {
             addresses: Vec::new(),
             users: BTreeMap::new(),
             connects: Vec::new(),
+            balancer: None,
         }
     }
 
@@ -213,7 +218,10 @@ impl State {
 
     /// The host that an address belongs to, as seen from `from`. `None` if no such host exists, so that packets to it
     /// are lost.
-    fn route(&self, from: HostId, to: IpAddr) -> io::Result<Option<HostId>> {
+    fn route(&mut self, from: HostId, to: IpAddr) -> io::Result<Option<HostId>> {
+        if let Some(balancer) = self.balancer.as_mut().filter(|_| to == balancer::ADDRESS) {
+            return Ok(balancer.select(from));
+        }
         let IpAddr::V4(to) = to else { return Err(io::ErrorKind::NetworkUnreachable.into()) };
         if to.is_loopback() {
             return Ok(Some(from));
@@ -252,7 +260,8 @@ impl State {
         let id = self.net.add_connection(&mut self.clock, process, peer, options.thin);
         self.addresses.push([SocketAddr::new(own, port), to]);
         let at = self.clock.now;
-        self.connects.push(Connect { process, to, at, established: false, closed: None });
+        let host = server;
+        self.connects.push(Connect { process, to, host, at, established: false, closed: None });
         let connection = &mut self.net.connections[id];
         connection.dropped = [server.is_none(); 2];
         let socket = &mut connection.end(Side::Client).socket;

@@ -2,7 +2,7 @@
 
 use std::io;
 
-use super::world::World;
+use super::world::{World, serving_certificate};
 use crate::faults::{Fault, FaultKind};
 use crate::net::sockets::SocketNetwork;
 use crate::net::{HostId, Link};
@@ -40,6 +40,10 @@ impl World {
             FaultKind::Latency(latency) => {
                 let latency = if begins { latency } else { Link::local_network().latency };
                 self.network.change_links(host, |link| link.latency = latency);
+            }
+            FaultKind::RenewCertificate if begins => {
+                let certificate = serving_certificate(&self.certificates, host)?;
+                self.servers[fault.server].renew_certificate(&certificate)?;
             }
             kind if kind.is_of_no_server() => self.change_other(fault, begins)?,
             kind => self.servers[fault.server].set_fault(kind, begins)?,

@@ -4,6 +4,8 @@ use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::time::{Duration, Instant, UNIX_EPOCH};
 
+use jackstay::upstream::endpoint::Endpoint;
+use jackstay_core::backends::WANTED;
 use jackstay_core::endpoint_state::EndpointState;
 use jackstay_core::pool::EndpointKey;
 use jackstay_sys::clock;
@@ -13,13 +15,16 @@ use super::clients::{Holder, check_users, log_own_requests, writers};
 use super::leftovers::is_left_over;
 use super::outcome::ShellRun;
 use super::world::{ClusterState, Node, World};
+use crate::balancer::Balancer;
 use crate::checker;
 use crate::faults::{Fault, FaultKind};
 use crate::invariants::Findings;
+use crate::net::sockets::SocketNetwork;
 use crate::peers::Record;
 use crate::shell::group_traffic::group_traffic;
 use crate::shell::kernel::START;
 use crate::shell::program::server_of;
+use crate::shell::servers::Apiserver;
 use crate::shell::traffic::Sources;
 use crate::shell::{panics, store};
 
@@ -98,7 +103,10 @@ impl World {
             group.check(findings);
         }
         for (number, node) in self.nodes.iter().enumerate() {
-            node.check((number, self.servers.len()), &streams[number], faults, findings);
+            node.check((number, &self.servers), &streams[number], faults, findings);
+            if let Some(balancer) = self.balancer {
+                self.check_backends(number, balancer, faults, findings);
+            }
             let sources = Sources {
                 records: &records,
                 connects: &self.network.connects_of(node.proxy.number()),
@@ -106,6 +114,7 @@ impl World {
                 sent,
                 faults,
                 servers: self.servers.len(),
+                balancer: self.balancer,
                 time,
                 start: (self.start, UNIX_EPOCH + START),
             };
@@ -158,6 +167,58 @@ impl World {
     }
 }
 
+impl World {
+    /// The apiservers behind a balancer are endpoints, of which two serve, and another one that fails is none any more.
+    fn check_backends(
+        &self,
+        node: usize,
+        balancer: Balancer,
+        faults: &[Fault],
+        findings: &mut Findings,
+    ) {
+        let lasts =
+            |server: usize| faults.iter().any(|fault| fault.server == server && fault.lasts());
+        let work = (0..self.servers.len()).filter(|&server| !lasts(server)).count();
+        let wanted = if balancer.is_sticky { 0 } else { WANTED.min(work) };
+        for upstream in self.nodes[node].program().upstreams() {
+            let endpoints = upstream.endpoints();
+            let backends = endpoints.iter().filter(|endpoint| endpoint.backend.is_some());
+            let (serving, failing): (Vec<_>, Vec<_>) =
+                backends.partition(|endpoint| endpoint.state() == EndpointState::Ready);
+            if serving.len() < wanted {
+                let serving = serving.len();
+                let text = format!(
+                    "node {node}: {serving} of the apiservers behind the balancer serve, at least {wanted} expected"
+                );
+                findings.violation(text);
+            }
+            if serving.len() >= WANTED
+                && let Some(failing) = failing.first()
+            {
+                let (label, state) = (&failing.label, failing.state().as_str());
+                let text = format!("node {node}: {label} is {state} and an endpoint at the end");
+                findings.violation(text);
+            }
+        }
+    }
+}
+
+/// The number of the apiserver that the connections of an endpoint reach; `None` for a balancer that leads to any of them.
+///
+/// # Errors
+/// They reach no apiserver.
+fn reached(servers: &[Apiserver], endpoint: &Endpoint) -> Result<Option<usize>, ()> {
+    let host = &endpoint.address.host;
+    let backend = endpoint.backend.as_ref().filter(|backend| !backend.is_indistinct());
+    if let Some(backend) = backend {
+        servers.iter().position(|server| server.is_backend(backend)).map(Some).ok_or(())
+    } else if *host == SocketNetwork::balancer_address().to_string() {
+        Ok(None)
+    } else {
+        server_of(host, servers.len()).map(Some).ok_or(())
+    }
+}
+
 impl Node {
     /// The endpoints to which streams are open.
     fn streams(&self) -> Vec<EndpointKey> {
@@ -166,11 +227,11 @@ impl Node {
         endpoints.filter(|one| one.status().streams > 0).map(|one| one.key()).collect()
     }
 
-    /// `servers`: the number of apiservers. Every endpoint without a fault that lasts is ready again a minute after the
+    /// Every endpoint without a fault that lasts is ready again a minute after the
     /// end of the scenario, and nothing of the clients is left over.
     fn check(
         &self,
-        (number, servers): (usize, usize),
+        (number, servers): (usize, &[Apiserver]),
         streams: &[EndpointKey],
         faults: &[Fault],
         findings: &mut Findings,
@@ -178,12 +239,15 @@ impl Node {
         let program = self.program();
         for upstream in program.upstreams() {
             for endpoint in upstream.endpoints().iter() {
-                let host = &endpoint.address.host;
-                let Some(server) = server_of(host, servers) else {
-                    findings.violation(format!("node {number}: {host} is no apiserver"));
+                let label = &endpoint.label;
+                let Ok(server) = reached(servers, endpoint) else {
+                    findings.violation(format!("node {number}: {label} is no apiserver"));
                     continue;
                 };
-                let lasts = |fault: &Fault| fault.server == server && fault.lasts();
+                // The address of a balancer leads to any of them.
+                let is_of_endpoint = |fault: &Fault| server.is_none_or(|one| fault.server == one);
+                let lasts = |fault: &Fault| is_of_endpoint(fault) && fault.lasts();
+                let server = server.map_or_else(|| label.to_string(), |one| one.to_string());
                 let state = endpoint.state();
                 if state != EndpointState::Ready && !faults.iter().any(lasts) {
                     let state = state.as_str();

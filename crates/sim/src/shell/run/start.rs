@@ -4,7 +4,7 @@ use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
-use jackstay_config::Config;
+use jackstay_config::{Config, EndpointKind};
 use rustls::pki_types::ServerName;
 
 use super::clients::Holder;
@@ -39,8 +39,15 @@ impl World {
         let address =
             |server| SocketAddr::new(SocketNetwork::address_of(server as HostId), APISERVER_PORT);
         let clusters = sim.apiservers().into_iter();
+        let clusters = match sim.balancer {
+            Some(_) => {
+                vec![vec![SocketAddr::new(SocketNetwork::balancer_address(), APISERVER_PORT)]]
+            }
+            None => clusters.map(|servers| servers.map(address).collect()).collect(),
+        };
         let configuration = Configuration {
-            clusters: clusters.map(|servers| servers.map(address).collect()).collect(),
+            clusters,
+            kind: sim.balancer.map_or(EndpointKind::Apiserver, |balancer| balancer.kind),
             ping_interval: sim.ping_interval,
             max_connections: sim.max_connections,
             has_identities: sim.has_identities,

@@ -5,11 +5,13 @@ use std::rc::Rc;
 use std::time::{Duration, Instant, UNIX_EPOCH};
 
 use jackstay_apiserver::cluster::{Cluster, Snapshot};
+use jackstay_apiserver::pki::Issued;
 use jackstay_sys::clock;
 use tokio::time::sleep_until;
 
 use super::clients::Holder;
 use super::node::Proxy;
+use crate::balancer::{Balancer, Distinction};
 use crate::checker::Moment;
 use crate::faults::Fault;
 use crate::fleet::Sampler;
@@ -34,6 +36,8 @@ pub(crate) struct World {
     pub(super) start: Instant,
     /// Requests share one stream of one connection to one apiserver, which has no fault.
     pub(super) has_one_stream: bool,
+    /// The balancer in front of the apiservers.
+    pub(super) balancer: Option<Balancer>,
     /// Apiservers compress watches that begin with all objects.
     pub(super) is_compressed: bool,
     pub(crate) network: SocketNetwork,
@@ -76,6 +80,7 @@ impl World {
             }
         });
         let certificates = Rc::new(Certificates::new()?);
+        let shared = add_balancer(sim, &network, &certificates)?;
         let (mut clusters, mut servers) = (Vec::new(), Vec::new());
         for (number, apiservers) in sim.apiservers().into_iter().enumerate() {
             let writes_before = WRITES_BEFORE * number as u64;
@@ -89,7 +94,15 @@ impl World {
             for host in apiservers {
                 let options = (sim.max_streams as u32, sim.is_compressed);
                 let host = host as HostId;
-                let server = Apiserver::start(&network, host, &store, &certificates, options)?;
+                let certificate = match &shared {
+                    Some(shared) => shared.clone(),
+                    None => serving_certificate(&certificates, host)?,
+                };
+                let of = (&*certificates, certificate);
+                let server = Apiserver::start(&network, host, &store, of, options)?;
+                if sim.balancer.is_some_and(|one| one.distinction == Distinction::Nothing) {
+                    server.advertise("balancer");
+                }
                 servers.push(server);
             }
             let first: Option<&ClusterState> = clusters.first();
@@ -100,6 +113,7 @@ impl World {
         Ok(Self {
             start: clock::now(),
             has_one_stream: sim.has_one_stream(),
+            balancer: sim.balancer,
             is_compressed: sim.is_compressed,
             network,
             clusters,
@@ -147,17 +161,48 @@ impl World {
         let mut changes: Vec<_> = faults
             .iter()
             .flat_map(|fault| [(Some(fault.at), fault, true), (fault.until, fault, false)])
-            .filter_map(|(at, fault, begins)| Some((at?, fault, begins)))
+            .filter_map(|(at, fault, begins)| Some((at?, fault, Some(begins))))
             .collect();
+        if let Some(balancer) = self.balancer {
+            let of_checks = |fault| balancer.changes(fault).map(move |at| (at, fault, None));
+            changes.extend(faults.iter().flat_map(of_checks));
+        }
         // The order of faults that begin together is that of the scenario.
         changes.sort_by_key(|(at, ..)| *at);
         for (at, fault, begins) in changes.into_iter().filter(|(at, ..)| *at <= time) {
             sleep_until((start + at).into()).await;
-            self.change(fault, begins)?;
+            match (begins, self.balancer) {
+                (Some(begins), _) => self.change(fault, begins)?,
+                (None, Some(balancer)) => {
+                    let is_in = balancer.is_in(faults, fault.server, at);
+                    self.observer().log(|| format!("backend {} is in: {is_in}", fault.server));
+                    self.network.set_backend(fault.server as HostId, is_in);
+                }
+                (None, None) => {}
+            }
         }
         sleep_until((start + time).into()).await;
         Ok(())
     }
+}
+
+/// Adds the balancer of a scenario. Returns the serving certificate that all apiservers behind it have.
+fn add_balancer(
+    sim: &Sim,
+    network: &SocketNetwork,
+    certificates: &Certificates,
+) -> io::Result<Option<Issued>> {
+    let Some(balancer) = sim.balancer else { return Ok(None) };
+    let hosts: Vec<_> = (0..sim.endpoints as HostId).collect();
+    network.add_balancer(&hosts, balancer.is_sticky, sim.seed);
+    let is_shared = balancer.distinction != Distinction::Certificate;
+    is_shared.then(|| serving_certificate(certificates, 0)).transpose()
+}
+
+/// A serving certificate for a host, and for the balancer that leads to it.
+pub(super) fn serving_certificate(certificates: &Certificates, host: HostId) -> io::Result<Issued> {
+    let (own, balancer) = (SocketNetwork::address_of(host), SocketNetwork::balancer_address());
+    certificates.serving(&[&own.to_string(), &balancer.to_string()])
 }
 
 impl Node {

@@ -28,7 +28,7 @@ use crate::upstream::dial::dial_h2;
 use crate::upstream::endpoint::{ConnectFailure, ConnectTimeout, Endpoint, EndpointState};
 
 /// How often the endpoints are looked at.
-const INTERVAL: Duration = Duration::from_millis(500);
+const INTERVAL: Duration = Duration::from_millis(250);
 /// The same while no address is examined.
 const IDLE_INTERVAL: Duration = Duration::from_secs(2);
 /// Time limit of one connect of a survey.
@@ -38,8 +38,10 @@ const SEARCH: Backoff =
     Backoff::new(Duration::from_secs(1), Duration::from_secs(300)).with_factors(0.8, 1.2);
 /// The mean pause between surveys otherwise.
 const REFRESH: Duration = Duration::from_secs(600);
-/// The same at an address at which all connections have reached one apiserver, as most do that are no balancer.
-const RARE_REFRESH: Duration = Duration::from_secs(3600);
+/// The pauses at an address at which all connections have reached one apiserver, as at most that are no balancer. They grow:
+/// others may still be starting.
+const RARE_REFRESH: Backoff =
+    Backoff::new(Duration::from_secs(60), Duration::from_secs(3600)).with_factors(0.8, 1.2);
 /// Maximum number of addresses that are examined.
 const MAX_BALANCERS: usize = 8;
 
@@ -54,6 +56,8 @@ struct Address {
     next_survey: Option<Instant>,
     /// Surveys in a row that have not found what was missing.
     searches: u32,
+    /// Surveys in a row whose connections have all reached one apiserver.
+    alike: u32,
     /// No connection of the last survey has reached an apiserver.
     is_dark: bool,
 }
@@ -62,12 +66,18 @@ impl Address {
     fn new(name: EndpointIdentity) -> Self {
         let label = name.address.to_string();
         let known = KnownBackends::default();
-        Self { name, label, known, next_survey: None, searches: 0, is_dark: false }
+        Self { name, label, known, next_survey: None, searches: 0, alike: 0, is_dark: false }
     }
 
-    /// The mean pause between surveys.
-    fn refresh(&self) -> Duration {
-        if self.known.kind() == Kind::One { RARE_REFRESH } else { REFRESH }
+    /// The pause after a survey that has reached apiservers, and others perhaps not.
+    fn refresh(&mut self, has_failures: bool) -> Duration {
+        if self.known.kind() != Kind::One {
+            self.alike = 0;
+            return REFRESH.mul_f64(0.8 + 0.4 * fastrand::f64());
+        }
+        let backoff = if has_failures { &SEARCH } else { &RARE_REFRESH };
+        self.alike = self.alike.saturating_add(1);
+        backoff.after(self.alike).random_pause(&mut fastrand::Rng::new())
     }
 }
 
@@ -117,11 +127,11 @@ async fn step(upstream: &Arc<Upstream>, writer: &EndpointSetWriter, address: &mu
     let serves = endpoints_of(upstream, name).iter().any(|one| one.state() == EndpointState::Ready);
     let is_split = !writer.members(name).backends.is_empty();
     if is_due && (serves || is_split || address.next_survey.is_some()) {
-        let has_reached_any = survey(upstream, address).await;
-        let pause = address.refresh().mul_f64(0.8 + 0.4 * fastrand::f64());
-        address.next_survey = Some(
-            clock::now() + if has_reached_any { pause } else { search_pause(address.searches) },
-        );
+        let pause = match survey(upstream, address).await {
+            Survey::Reached { has_failures } => address.refresh(has_failures),
+            Survey::Dark => search_pause(address.searches),
+        };
+        address.next_survey = Some(clock::now() + pause);
         // The set or the configuration may have changed meanwhile.
         if !examined(upstream, writer).contains(name) {
             return;
@@ -140,10 +150,10 @@ async fn step(upstream: &Arc<Upstream>, writer: &EndpointSetWriter, address: &mu
                 break;
             }
             Some(MemberChange::Survey) => {
-                // While none serves, all clients wait for one.
-                let serve = members.iter().any(Member::serves);
-                let due = clock::now() + search_pause(if serve { address.searches } else { 0 });
-                if is_due {
+                let is_first = address.searches == 0;
+                let pause = || search_pause(address.searches);
+                let due = clock::now() + if is_first { Duration::ZERO } else { pause() };
+                if is_due || is_first {
                     address.searches = address.searches.saturating_add(1);
                 }
                 address.next_survey = address.next_survey.map(|at| at.min(due));
@@ -205,11 +215,21 @@ fn condition(endpoint: Option<&Arc<Endpoint>>, now: Instant) -> MemberCondition 
     }
 }
 
-/// Opens connections, and reads which backends they have reached. Returns whether they have reached any.
-async fn survey(upstream: &Arc<Upstream>, address: &mut Address) -> bool {
+/// What the connections of a survey have reached.
+enum Survey {
+    /// At least one has reached an apiserver.
+    Reached { has_failures: bool },
+    /// None has.
+    Dark,
+}
+
+/// Opens connections, and reads which backends they have reached.
+async fn survey(upstream: &Arc<Upstream>, address: &mut Address) -> Survey {
     let name = &address.name;
-    let Some(endpoint) = endpoints_of(upstream, name).into_iter().next() else { return false };
-    let Some(tls) = upstream.credentials.tls(CredentialClass::Probe) else { return false };
+    let Some(endpoint) = endpoints_of(upstream, name).into_iter().next() else {
+        return Survey::Dark;
+    };
+    let Some(tls) = upstream.credentials.tls(CredentialClass::Probe) else { return Survey::Dark };
     let credential = question_credential(upstream, CredentialClass::Probe, &tls);
     let (began, connector) = (clock::now(), upstream.connector());
     let one = || async {
@@ -224,14 +244,14 @@ async fn survey(upstream: &Arc<Upstream>, address: &mut Address) -> bool {
     let observed: Vec<_> = results.into_iter().filter_map(reached).collect();
     if observed.is_empty() {
         report_dark(upstream, address, failure.as_ref());
-        return false;
+        return Survey::Dark;
     }
     address.known.begin_survey(began);
     for observed in observed {
         address.known.observe(observed, clock::now());
     }
     report(upstream, address);
-    true
+    Survey::Reached { has_failures: failure.is_some() }
 }
 
 /// Reports the first survey in a row that has reached nothing.

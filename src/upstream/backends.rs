@@ -25,6 +25,8 @@ use super::shared::Upstream;
 const ANSWER_LIMIT: Duration = Duration::from_secs(1);
 /// How long a connect may take until a further one races it.
 const RACE_AFTER: Duration = Duration::from_millis(500);
+/// Connects of a search that may fail, as those to an apiserver that is down. All others have reached other apiservers.
+const MAX_FAILURES: usize = 4;
 /// Maximum number of connects that race each other.
 const MAX_RACING: usize = 3;
 /// Number of connections to apiservers that are not ready after which a further one is taken, if they cannot be told apart.
@@ -158,7 +160,7 @@ async fn search<T>(
         None => return connect(limit).await?.ok_or_else(|| reached_others(endpoint, 1)),
     };
     let deadline = clock::now() + limit.limit();
-    let (mut tries, mut failures, others) = (0, Vec::new(), Cell::new(0));
+    let (mut tries, mut failures, others_reached) = (0, Vec::new(), Cell::new(0));
     let next = |failures: &[ConnectFailure]| {
         let left = deadline.saturating_duration_since(clock::now());
         let may_follow = || {
@@ -166,17 +168,17 @@ async fn search<T>(
             (is_several || failures.is_empty())
                 && tries < MAX_TRIES
                 && tries - failures.len() < MAX_RACING
+                && failures.len() - others_reached.get() < MAX_FAILURES
                 && !left.is_zero()
                 && !failures.iter().any(is_short)
-                // Without a usable endpoint, all clients wait for one.
-                && (!upstream.is_usable() || upstream.backends.may_search(&endpoint.label))
+                && upstream.backends.may_search(&endpoint.label)
         };
         if tries > 0 && !may_follow() {
             return None;
         }
         let limit = if tries == 0 { limit } else { ConnectTimeout::fixed(left) };
         tries += 1;
-        let (connect, others) = (&connect, &others);
+        let (connect, others) = (&connect, &others_reached);
         Some(async move {
             connect(limit).await?.ok_or_else(|| {
                 others.set(others.get() + 1);
@@ -191,7 +193,7 @@ async fn search<T>(
     }
     let shortage = failures.iter().position(is_short);
     match shortage {
-        None if others.get() > 0 => Err(reached_others(endpoint, others.get())),
+        None if others_reached.get() > 0 => Err(reached_others(endpoint, others_reached.get())),
         _ => Err(failures.swap_remove(shortage.unwrap_or_default())),
     }
 }

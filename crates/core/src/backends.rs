@@ -28,8 +28,8 @@
 //! | fewer than two backends are present, and none is an endpoint | none: the address is one endpoint |
 //! | each connection shows something else | no backend is an endpoint any more |
 //! | fewer than [`WANTED`] backends are endpoints, another one is present | that one becomes an endpoint |
-//! | fewer than [`WANTED`] of the endpoints serve, one has failed for [`REPLACE_AFTER`], there are fewer than [`MOST`], and another backend is present | that one becomes an endpoint |
-//! | the same, none is present | a survey |
+//! | fewer than [`WANTED`] of the endpoints serve, one has failed for [`REPLACE_AFTER`], there are fewer than [`MOST`], and a survey has found another backend since | that one becomes an endpoint |
+//! | the same, and no survey has begun since, or it has found none | a survey |
 //! | an endpoint has failed for [`REMOVE_AFTER`], and [`WANTED`] others serve, or a later survey has not found it, or there are [`MOST`] and another one is present | it is no endpoint any more |
 //! | a backend of its name is present, and it is not | the same: its certificate was renewed, and no new connection would reach it |
 //! | backends are recognised by another feature now | the same |
@@ -37,6 +37,8 @@
 //!
 //! So a node has connections to two backends, and to a third one only while one of them fails, and for a minute afterwards.
 //! While none of them serves, the whole address is an endpoint, too ([`keeps_whole`]).
+//!
+//! A backend that an older survey has found may have another certificate by now, so that no connection would reach it.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::mem;
@@ -53,6 +55,8 @@ pub const WANTED: usize = 2;
 pub const MOST: usize = 3;
 /// How long a backend has failed before another one is looked for.
 pub const REPLACE_AFTER: Duration = Duration::from_secs(1);
+/// How long a backend has served before the whole address is no endpoint any more.
+pub const WHOLE_AFTER: Duration = Duration::from_secs(1);
 /// How long a backend has failed before it is given up for another one.
 pub const REMOVE_AFTER: Duration = Duration::from_secs(10);
 /// How long more backends than are wanted have served before one is given up.
@@ -398,6 +402,11 @@ pub fn next_change(
         || serving < WANTED
             && members.len() < MOST
             && members.iter().any(|member| member.failed_for(REPLACE_AFTER, now).is_some());
+    let failed = |member: &Member| member.failed_for(REPLACE_AFTER, now);
+    let is_outdated = |since| known.surveyed_at.is_none_or(|at| at < since);
+    if is_missing && members.iter().filter_map(failed).any(is_outdated) {
+        return Some(MemberChange::Survey);
+    }
     if is_missing {
         return Some(other.map_or(MemberChange::Survey, |other| MemberChange::Add(other.clone())));
     }
@@ -411,12 +420,11 @@ pub fn next_change(
     fails.then_some(MemberChange::Survey)
 }
 
-/// Whether the whole address is an endpoint besides these members: until one has served for a while, and again when all have
-/// failed for [`REPLACE_AFTER`]. `is_whole`: whether it is one now.
+/// Whether the whole address is an endpoint besides these members: while none of them serves, and until one has for
+/// [`WHOLE_AFTER`]. `is_whole`: whether it is one now.
 pub fn keeps_whole(is_whole: bool, members: &[Member], now: Instant) -> bool {
-    let is_served = members.iter().any(|member| member.serves_for(REPLACE_AFTER, now));
-    let has_failed = |member: &Member| member.failed_for(REPLACE_AFTER, now).is_some();
-    !is_served && (is_whole || members.iter().all(has_failed))
+    let is_served = members.iter().any(|member| member.serves_for(WHOLE_AFTER, now));
+    !is_served && (is_whole || !members.iter().any(Member::serves))
 }
 
 /// The connects to an address that may reach others than the wanted backend: a burst, and then one in an interval. A backend that

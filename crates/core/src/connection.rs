@@ -107,6 +107,8 @@ pub struct ConnectionMachine {
     /// Requests that wait for a response head and must not be sent twice fail: the path is lost, or the
     /// process has been stopped for 7 s.
     fails_unsafe_requests: bool,
+    /// Its apiserver is not ready, and another one is.
+    is_not_ready: bool,
     /// See [`Self::set_end_expected`].
     end_expected: bool,
     close_requested: Option<DrainReason>,
@@ -137,6 +139,7 @@ impl ConnectionMachine {
             is_probe,
             responsiveness: Responsiveness::default(),
             fails_unsafe_requests: false,
+            is_not_ready: false,
             end_expected: false,
             close_requested: None,
         }
@@ -231,6 +234,7 @@ impl ConnectionMachine {
     pub fn drain(&mut self, reason: DrainReason, now: Instant) -> Effects {
         let mut effects = Effects::default();
         let wanted = reason.urgency();
+        self.is_not_ready |= reason == DrainReason::NotReady;
         match &mut self.state {
             State::Live | State::Suspect { .. } => {
                 if matches!(self.state, State::Live) && reason == DrainReason::Idle {
@@ -428,12 +432,15 @@ impl ConnectionMachine {
         self.responsiveness
     }
 
-    /// Why no response head can be expected: the path is lost, or the process has been stopped for too long. The
-    /// second reason applies only to requests that must not be sent twice; a `safe` request gets a second attempt on
-    /// another connection instead.
+    /// Why no response head can be expected: the path is lost, the apiserver is not ready, or the process has been stopped
+    /// for too long. The second reason applies only to `safe` requests, which are sent elsewhere; the third one only to
+    /// requests that must not be sent twice, because a safe one gets a second attempt on another connection before.
     pub fn no_response_reason(&self, safe: bool) -> Option<StateChangeReason> {
         match self.state {
             State::Unresponsive { reason, .. } => Some(reason),
+            State::Draining { .. } if safe && self.is_not_ready => {
+                Some(StateChangeReason::NotReady)
+            }
             _ => (!safe && self.fails_unsafe_requests).then_some(StateChangeReason::ProcessStopped),
         }
     }

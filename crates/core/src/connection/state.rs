@@ -173,6 +173,8 @@ pub enum StateChangeReason {
     NoFrames,
     /// The peer accepted no bytes for as long as in [`Self::NoFrames`], although its kernel answers.
     WindowClosed,
+    /// The apiserver that it has reached is not ready ([`super::DrainReason::NotReady`]).
+    NotReady,
 }
 
 impl StateChangeReason {
@@ -186,6 +188,7 @@ impl StateChangeReason {
             Self::ProcessStopped => "stopped: kernel answers, no PONG",
             Self::NoFrames => "no HTTP/2 frame, although TCP is acknowledged",
             Self::WindowClosed => "kernel answers, but the TCP window stays closed",
+            Self::NotReady => "its apiserver is not ready",
         }
     }
 }

@@ -42,6 +42,12 @@ const REFRESH: Duration = Duration::from_secs(600);
 /// others may still be starting.
 const RARE_REFRESH: Backoff =
     Backoff::new(Duration::from_secs(60), Duration::from_secs(3600)).with_factors(0.8, 1.2);
+/// How long an address counts that has left the set.
+const RECENT: Duration = Duration::from_secs(3600);
+/// How long after the start an address is examined at once.
+const START: Duration = Duration::from_secs(10);
+/// The longest pause before an address is examined that joins later.
+const JOIN_PAUSE: Duration = Duration::from_secs(120);
 /// Maximum number of addresses that are examined.
 const MAX_BALANCERS: usize = 8;
 
@@ -52,21 +58,38 @@ struct Address {
     /// The address as text.
     label: String,
     known: KnownBackends,
-    /// When the next survey is due; `None` at once.
-    next_survey: Option<Instant>,
+    /// When the next survey is due.
+    next_survey: Instant,
     /// Surveys in a row that have not found what was missing.
     searches: u32,
     /// Surveys in a row whose connections have all reached one apiserver.
     alike: u32,
-    /// No connection of the last survey has reached an apiserver.
-    is_dark: bool,
+    /// Surveys in a row of which no connection has reached an apiserver.
+    unreachable: u32,
 }
 
 impl Address {
-    fn new(name: EndpointIdentity) -> Self {
-        let label = name.address.to_string();
-        let known = KnownBackends::default();
-        Self { name, label, known, next_survey: None, searches: 0, alike: 0, is_dark: false }
+    /// An address that is first examined after `pause`, and when it serves.
+    fn new(name: EndpointIdentity, pause: Duration) -> Self {
+        Self {
+            label: name.address.to_string(),
+            name,
+            known: KnownBackends::default(),
+            next_survey: clock::now() + pause,
+            searches: 0,
+            alike: 0,
+            unreachable: 0,
+        }
+    }
+
+    /// A backend is missing: plans the next survey. The first one is due at once. `is_due`: one has just been made.
+    fn search(&mut self, is_due: bool) {
+        let is_first = self.searches == 0;
+        let pause = if is_first { Duration::ZERO } else { search_pause(self.searches) };
+        self.next_survey = self.next_survey.min(clock::now() + pause);
+        if is_due || is_first {
+            self.searches = self.searches.saturating_add(1);
+        }
     }
 
     /// The pause after a survey that has reached apiservers, and others perhaps not.
@@ -84,99 +107,120 @@ impl Address {
 /// Examines the addresses of an upstream until the future is dropped.
 pub async fn run(upstream: Arc<Upstream>, writer: Rc<EndpointSetWriter>) {
     let mut addresses: Vec<Address> = Vec::new();
+    let mut recent = RecentAddresses { seen: Vec::new(), started: clock::now() };
     loop {
-        let examined = examined(&upstream, &writer);
+        let examined = recent.examined(&upstream, &writer);
         for left in addresses.extract_if(.., |address| !examined.contains(&address.name)) {
             writer.join(&left.name);
         }
         for name in examined {
             if addresses.iter().all(|address| address.name != name) {
-                addresses.push(Address::new(name));
+                addresses.push(Address::new(name, recent.pause(&upstream)));
             }
         }
-        upstream.backends.set_examined(addresses.iter().map(|address| &*address.label));
-        join_all(addresses.iter_mut().map(|address| step(&upstream, &writer, address))).await;
+        upstream.set_examined(addresses.iter().map(|address| &*address.label));
+        let steps = addresses.iter_mut().map(|address| step(&upstream, &writer, &recent, address));
+        join_all(steps).await;
         sleep(if addresses.is_empty() { IDLE_INTERVAL } else { INTERVAL }).await;
     }
 }
 
-/// The addresses that are examined. One whose apiservers are endpoints of their own stays so when others join.
-fn examined(upstream: &Upstream, writer: &EndpointSetWriter) -> Vec<EndpointIdentity> {
-    let config = upstream.config();
-    if !config.used_by.terminate || config.used_by.passthrough {
-        return Vec::new();
+/// The addresses of the last hour. When one of three apiservers leaves for its upgrade, the other two are not taken for load
+/// balancers.
+struct RecentAddresses {
+    seen: Vec<(EndpointIdentity, Instant)>,
+    started: Instant,
+}
+
+impl RecentAddresses {
+    /// The addresses that are examined. One whose apiservers are endpoints of their own stays so when others join.
+    fn examined(
+        &mut self,
+        upstream: &Upstream,
+        writer: &EndpointSetWriter,
+    ) -> Vec<EndpointIdentity> {
+        let now = clock::now();
+        let addresses = writer.addresses();
+        self.seen.retain(|(address, at)| now < *at + RECENT && !addresses.contains(address));
+        self.seen.extend(addresses.into_iter().map(|address| (address, now)));
+        self.of_kind(upstream, writer)
     }
-    let mut addresses = writer.addresses();
-    match config.kind {
-        EndpointKind::Apiserver => addresses.clear(),
-        EndpointKind::Auto if addresses.len() > MAX_ADDRESSES => {
-            addresses.retain(|address| !writer.members(address).backends.is_empty());
+
+    fn of_kind(&self, upstream: &Upstream, writer: &EndpointSetWriter) -> Vec<EndpointIdentity> {
+        let config = upstream.config();
+        if !config.used_by.terminate || config.used_by.passthrough {
+            return Vec::new();
         }
-        EndpointKind::Auto | EndpointKind::Balancer => {}
+        let mut addresses = writer.addresses();
+        match config.kind {
+            EndpointKind::Apiserver => addresses.clear(),
+            EndpointKind::Auto if self.seen.len() > MAX_ADDRESSES => {
+                addresses.retain(|address| !writer.members(address).backends.is_empty());
+            }
+            EndpointKind::Auto | EndpointKind::Balancer => {}
+        }
+        addresses.truncate(MAX_BALANCERS);
+        addresses
     }
-    addresses.truncate(MAX_BALANCERS);
-    addresses
+
+    /// The pause before the first survey of an address. All nodes see one that joins later at once, so it is random then.
+    fn pause(&self, upstream: &Upstream) -> Duration {
+        let is_start = clock::elapsed(self.started) < START;
+        if is_start || upstream.config().kind == EndpointKind::Balancer {
+            return Duration::ZERO;
+        }
+        JOIN_PAUSE.mul_f64(fastrand::f64())
+    }
 }
 
 /// Makes the changes that are due at one address.
-async fn step(upstream: &Arc<Upstream>, writer: &EndpointSetWriter, address: &mut Address) {
+async fn step(
+    upstream: &Arc<Upstream>,
+    writer: &EndpointSetWriter,
+    recent: &RecentAddresses,
+    address: &mut Address,
+) {
     let name = &address.name.clone();
     address.known.expect_several(upstream.config().kind == EndpointKind::Balancer);
-    let is_due = address.next_survey.is_none_or(|at| clock::now() >= at);
-    // A new address is examined when it serves, so that it serves first.
+    let is_due = clock::now() >= address.next_survey;
+    // One address is examined when it serves, so that it serves first, and is not asked more often while it fails.
     let serves = endpoints_of(upstream, name).iter().any(|one| one.state() == EndpointState::Ready);
     let is_split = !writer.members(name).backends.is_empty();
-    if is_due && (serves || is_split || address.next_survey.is_some()) {
+    if is_due && (serves || is_split) {
         let pause = match survey(upstream, address).await {
             Survey::Reached { has_failures } => address.refresh(has_failures),
-            Survey::Dark => search_pause(address.searches),
+            Survey::Unreachable => search_pause(address.unreachable),
         };
-        address.next_survey = Some(clock::now() + pause);
+        address.next_survey = clock::now() + pause;
         // The set or the configuration may have changed meanwhile.
-        if !examined(upstream, writer).contains(name) {
+        if !recent.of_kind(upstream, writer).contains(name) {
             return;
         }
     }
+    let before = writer.members(name);
+    let mut backends = before.backends.clone();
     for _ in 0..=MOST {
-        let members = members(upstream, writer, name);
-        let before = || members.iter().map(|member| member.backend.clone());
-        let set_backends = |backends: Vec<Backend>| {
-            let is_whole = writer.members(name).is_whole;
-            writer.set_members(name, AddressMembers { backends, is_whole });
-        };
-        match next_change(&address.known, &members, clock::now()) {
+        match next_change(&address.known, &members(upstream, name, &backends), clock::now()) {
             None => {
                 address.searches = 0;
                 break;
             }
             Some(MemberChange::Survey) => {
-                let is_first = address.searches == 0;
-                let pause = || search_pause(address.searches);
-                let due = clock::now() + if is_first { Duration::ZERO } else { pause() };
-                if is_due || is_first {
-                    address.searches = address.searches.saturating_add(1);
-                }
-                address.next_survey = address.next_survey.map(|at| at.min(due));
+                address.search(is_due);
                 break;
             }
             Some(MemberChange::Add(new)) => {
                 address.searches = 0;
-                set_backends(before().chain([new]).collect());
+                backends.push(new);
             }
-            Some(MemberChange::Remove(old)) => {
-                set_backends(before().filter(|member| *member != old).collect());
-            }
+            Some(MemberChange::Remove(old)) => backends.retain(|backend| *backend != old),
         }
     }
-    keep_whole(upstream, writer, name);
-}
-
-/// Makes the whole address an endpoint while none of its backends serves.
-fn keep_whole(upstream: &Upstream, writer: &EndpointSetWriter, name: &EndpointIdentity) {
-    let AddressMembers { backends, is_whole } = writer.members(name);
-    let keeps = keeps_whole(is_whole, &members(upstream, writer, name), clock::now());
-    if keeps != is_whole {
-        writer.set_members(name, AddressMembers { backends, is_whole: keeps });
+    let members = members(upstream, name, &backends);
+    let is_whole = keeps_whole(before.is_whole, &members, clock::now());
+    let after = AddressMembers { backends, is_whole };
+    if after != before {
+        writer.set_members(name, after);
     }
 }
 
@@ -191,17 +235,13 @@ fn endpoints_of(upstream: &Upstream, name: &EndpointIdentity) -> Vec<Arc<Endpoin
 }
 
 /// The backends that are endpoints.
-fn members(
-    upstream: &Upstream,
-    writer: &EndpointSetWriter,
-    name: &EndpointIdentity,
-) -> Vec<Member> {
+fn members(upstream: &Upstream, name: &EndpointIdentity, backends: &[Backend]) -> Vec<Member> {
     let endpoints = endpoints_of(upstream, name);
-    let member = |backend: Backend| {
-        let endpoint = endpoints.iter().find(|one| one.backend.as_ref() == Some(&backend));
-        Member { backend, condition: condition(endpoint, clock::now()) }
+    let member = |backend: &Backend| {
+        let endpoint = endpoints.iter().find(|one| one.backend.as_ref() == Some(backend));
+        Member { backend: backend.clone(), condition: condition(endpoint, clock::now()) }
     };
-    writer.members(name).backends.into_iter().map(member).collect()
+    backends.iter().map(member).collect()
 }
 
 /// Whether an endpoint serves.
@@ -220,16 +260,18 @@ enum Survey {
     /// At least one has reached an apiserver.
     Reached { has_failures: bool },
     /// None has.
-    Dark,
+    Unreachable,
 }
 
 /// Opens connections, and reads which backends they have reached.
 async fn survey(upstream: &Arc<Upstream>, address: &mut Address) -> Survey {
     let name = &address.name;
     let Some(endpoint) = endpoints_of(upstream, name).into_iter().next() else {
-        return Survey::Dark;
+        return Survey::Unreachable;
     };
-    let Some(tls) = upstream.credentials.tls(CredentialClass::Probe) else { return Survey::Dark };
+    let Some(tls) = upstream.credentials.tls(CredentialClass::Probe) else {
+        return Survey::Unreachable;
+    };
     let credential = question_credential(upstream, CredentialClass::Probe, &tls);
     let (began, connector) = (clock::now(), upstream.connector());
     let one = || async {
@@ -243,8 +285,8 @@ async fn survey(upstream: &Arc<Upstream>, address: &mut Address) -> Survey {
     let reached = |result: Result<_, _>| result.map_err(|error| failure = Some(error)).ok();
     let observed: Vec<_> = results.into_iter().filter_map(reached).collect();
     if observed.is_empty() {
-        report_dark(upstream, address, failure.as_ref());
-        return Survey::Dark;
+        report_unreachable(upstream, address, failure.as_ref());
+        return Survey::Unreachable;
     }
     address.known.begin_survey(began);
     for observed in observed {
@@ -255,12 +297,17 @@ async fn survey(upstream: &Arc<Upstream>, address: &mut Address) -> Survey {
 }
 
 /// Reports the first survey in a row that has reached nothing.
-fn report_dark(upstream: &Upstream, address: &mut Address, failure: Option<&ConnectFailure>) {
-    if mem::replace(&mut address.is_dark, true) {
+fn report_unreachable(
+    upstream: &Upstream,
+    address: &mut Address,
+    failure: Option<&ConnectFailure>,
+) {
+    address.unreachable = address.unreachable.saturating_add(1);
+    if address.unreachable > 1 {
         return;
     }
     let reason = failure.map_or("", |failure| &failure.reason);
-    upstream.backends.set_dark(&address.label);
+    upstream.backends.set_unreachable(&address.label);
     tracing::warn!(
         upstream = &*upstream.name,
         endpoint = address.label,
@@ -276,7 +323,7 @@ fn report(upstream: &Upstream, address: &mut Address) {
     let apiservers = backends.join(", ");
     let is_new = upstream.backends.set(BalancerStatus::new(label.to_owned(), kind, backends));
     let upstream = &*upstream.name;
-    if mem::take(&mut address.is_dark) {
+    if mem::take(&mut address.unreachable) > 0 {
         tracing::info!(upstream, endpoint = label, "connections to the endpoint reach apiservers");
     }
     match kind {

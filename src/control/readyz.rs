@@ -38,7 +38,7 @@ use self::succession::Succession;
 use self::version::VersionReader;
 use crate::upstream::Upstream;
 use crate::upstream::connection::{ConnectionState, DrainReason};
-use crate::upstream::connection_probe::others_are_ready;
+use crate::upstream::connection_probe::is_other_ready;
 use crate::upstream::endpoint::{Endpoint, EndpointState, Observation, ProbeCredential};
 use crate::upstream::readyz_question::ReadyzResult;
 
@@ -170,12 +170,14 @@ async fn probe_now(
     );
     let is_of_connection = endpoint.is_indistinct()
         && matches!(result, ReadyzResult::Starting(_) | ReadyzResult::NotReady(_))
-        && others_are_ready(upstream, sent_at);
+        && is_other_ready(upstream, connection, sent_at).await;
     // Another connection to this endpoint reaches an apiserver that is ready.
     let result = if is_of_connection { ReadyzResult::ConnectionLost } else { result };
     let response = match &result {
         ReadyzResult::Ready => {
-            upstream.backends.note_ready();
+            if endpoint.is_indistinct() {
+                upstream.backends.note_ready(connection.key());
+            }
             endpoint.note_probe_ok(sent_at);
             Response::Ready
         }

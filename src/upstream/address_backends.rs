@@ -4,12 +4,16 @@ use std::collections::BTreeMap;
 use std::mem;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use jackstay_core::backends::{Kind, SearchBudget};
+use jackstay_core::backends::{Kind, ProbeRounds, SearchBudget};
+use jackstay_core::pool::ConnectionKey;
 use jackstay_sys::clock;
 use serde::Serialize;
 use tokio::sync::Notify;
+
+/// How long an answer counts that an apiserver is ready. Longer than any probe.
+const READY_MEMORY: Duration = Duration::from_secs(60);
 
 /// The addresses of one upstream. The control plane writes what is behind them.
 #[derive(Debug, Default)]
@@ -19,10 +23,12 @@ pub struct AddressBackends {
     searches: Mutex<BTreeMap<String, SearchBudget>>,
     /// Number of connections that are probed themselves.
     probed: AtomicU32,
-    /// Notified when the probe of one of them fails.
-    alarm: Notify,
-    /// When an apiserver behind indistinct endpoints has last answered that it is ready.
-    ready_at: Mutex<Option<Instant>>,
+    /// When all of them are probed because one fails.
+    rounds: Mutex<ProbeRounds>,
+    round_begun: Notify,
+    /// When the apiserver of each connection has last answered that it is ready, if it cannot be told apart from others.
+    ready: Mutex<Vec<(ConnectionKey, Instant)>>,
+    ready_noted: Notify,
 }
 
 /// What is behind an address, for `/status`.
@@ -55,7 +61,7 @@ impl AddressBackends {
     }
 
     /// Records that a survey of an address has reached nothing.
-    pub fn set_dark(&self, address: &str) {
+    pub fn set_unreachable(&self, address: &str) {
         if let Some(status) = lock(&self.addresses).get_mut(address) {
             status.reached = false;
         }
@@ -94,24 +100,36 @@ impl AddressBackends {
         self.probed.load(Ordering::Relaxed)
     }
 
-    /// The probe of a connection fails or is overdue: each connection that is probed itself is probed at once.
-    pub fn raise_alarm(&self) {
-        self.alarm.notify_waiters();
+    /// The probe of a connection fails or is overdue: each connection that is probed itself is probed at once, unless that
+    /// was so not long ago.
+    pub fn probe_all(&self) {
+        if lock(&self.rounds).begin(clock::now()) {
+            self.round_begun.notify_waiters();
+        }
     }
 
-    /// Waits for [`Self::raise_alarm`].
-    pub async fn alarmed(&self) {
-        self.alarm.notified().await;
+    /// Waits for a round of [`Self::probe_all`].
+    pub async fn round_begun(&self) {
+        self.round_begun.notified().await;
     }
 
-    /// Records that an apiserver is ready.
-    pub fn note_ready(&self) {
-        *lock(&self.ready_at) = Some(clock::now());
+    /// The apiserver of a connection is ready.
+    pub fn note_ready(&self, connection: ConnectionKey) {
+        let (mut ready, now) = (lock(&self.ready), clock::now());
+        ready.retain(|(other, at)| *other != connection && now < *at + READY_MEMORY);
+        ready.push((connection, now));
+        drop(ready);
+        self.ready_noted.notify_waiters();
     }
 
-    /// Whether an apiserver has answered since then that it is ready.
-    pub fn has_ready_since(&self, since: Instant) -> bool {
-        lock(&self.ready_at).is_some_and(|at| at >= since)
+    /// Whether the apiserver of another connection has answered since then that it is ready.
+    pub fn is_other_ready(&self, connection: ConnectionKey, since: Instant) -> bool {
+        lock(&self.ready).iter().any(|(other, at)| *other != connection && *at >= since)
+    }
+
+    /// Waits until an apiserver answers that it is ready.
+    pub async fn ready_noted(&self) {
+        self.ready_noted.notified().await;
     }
 
     /// Whether another connect may be made for the endpoint with this label, which the one before has not reached.

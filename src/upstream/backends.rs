@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use bytes::BytesMut;
 use http::{HeaderValue, Request, StatusCode};
+use jackstay_config::EndpointKind;
 use jackstay_core::backends::{BackendId, MAX_TRIES, ObservedBackend, advertised_address};
 use jackstay_core::credential_class::CredentialClass;
 use jackstay_sys::clock;
@@ -43,6 +44,8 @@ pub enum QuestionCredential {
     Token(HeaderValue),
     /// The token of a client whose request waits for the connection.
     Client(HeaderValue),
+    /// Only requests wait whose token was refused.
+    RefusedClient,
     /// None: the apiserver would end the connection after an anonymous question.
     None,
 }
@@ -54,7 +57,7 @@ impl QuestionCredential {
         match self {
             Self::Certificate => Some(None),
             Self::Token(token) | Self::Client(token) => Some(Some(token.clone())),
-            Self::None => None,
+            Self::RefusedClient | Self::None => None,
         }
     }
 }
@@ -114,7 +117,9 @@ pub async fn dial_backend(
                 others.borrow_mut().push(dialed);
                 return Ok(None);
             }
-            Reached::Unknown => {}
+            Reached::Unknown => {
+                dialed.for_one_request = matches!(credential, QuestionCredential::RefusedClient);
+            }
             Reached::Refused => {
                 dialed = dial_h2(&connector, endpoint, tls, limit, max_streams).await?;
                 dialed.for_one_request = matches!(credential, QuestionCredential::Client(_));
@@ -135,13 +140,17 @@ pub async fn dial_backend_http1(
     (endpoint, tls): (&Endpoint, &ClientTls),
     limit: ConnectTimeout,
 ) -> Result<(UpstreamStream, StreamObserver), ConnectFailure> {
-    let connector = upstream.connector();
+    let (connector, others) = (upstream.connector(), RefCell::new(Vec::new()));
     search(upstream, endpoint, limit, async |limit| {
         let (stream, observer) = dial_http1(&connector, endpoint, tls, limit).await?;
         let observed = ObservedBackend { certificate: certificate_hash(&stream), address: None };
         let backend = endpoint.backend.as_ref();
         let is_other = backend.and_then(|backend| backend.id.is(&observed)) == Some(false);
-        Ok((!is_other).then_some((stream, observer)))
+        if is_other {
+            others.borrow_mut().push(stream);
+            return Ok(None);
+        }
+        Ok(Some((stream, observer)))
     })
     .await
 }
@@ -154,19 +163,22 @@ async fn search<T>(
     limit: ConnectTimeout,
     connect: impl AsyncFn(ConnectTimeout) -> Result<Option<T>, ConnectFailure>,
 ) -> Result<T, ConnectFailure> {
-    let is_several = match upstream.backends.kind(&endpoint.address.to_string()) {
-        _ if endpoint.backend.is_some() => true,
-        Some(kind) => kind.is_several(),
-        None => return connect(limit).await?.ok_or_else(|| reached_others(endpoint, 1)),
+    // An address that may be one apiserver is not asked more often when that is overloaded.
+    let is_several = || {
+        let kind = upstream.backends.kind(&endpoint.address.to_string());
+        kind.is_some_and(|kind| {
+            kind.is_several() || upstream.config().kind == EndpointKind::Balancer
+        })
     };
+    if endpoint.backend.is_none() && !is_several() {
+        return connect(limit).await?.ok_or_else(|| reached_others(endpoint, 1));
+    }
     let deadline = clock::now() + limit.limit();
     let (mut tries, mut failures, others_reached) = (0, Vec::new(), Cell::new(0));
     let next = |failures: &[ConnectFailure]| {
         let left = deadline.saturating_duration_since(clock::now());
         let may_follow = || {
-            // An address that may be one apiserver is not asked more often after a failure.
-            (is_several || failures.is_empty())
-                && tries < MAX_TRIES
+            tries < MAX_TRIES
                 && tries - failures.len() < MAX_RACING
                 && failures.len() - others_reached.get() < MAX_FAILURES
                 && !left.is_zero()

@@ -143,6 +143,11 @@ impl Connection {
         Arc::ptr_eq(&self.endpoint, endpoint)
     }
 
+    /// Whether it takes one request only, one that waits for it.
+    pub fn is_for_one_request(&self) -> bool {
+        self.for_one_request
+    }
+
     /// Whether the connection was opened at or before `at`.
     pub fn was_open(&self, at: Instant) -> bool {
         self.machine.borrow().opened_at() <= at

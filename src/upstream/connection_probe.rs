@@ -4,9 +4,8 @@
 //! | result | effect |
 //! |---|---|
 //! | overdue, or the first failure | the connection has a warning sign: requests on it may start a second attempt, and all other such connections are probed |
-//! | the answer that the apiserver is not ready, or `fall` failures in a row, if another one was ready in the last interval | the connection drains, and its watches move |
-//! | no answer, if another one has answered meanwhile | the same |
-//! | any failure, if no other one is ready | none: a new connection would be no better |
+//! | failure, and another connection has an answer that its apiserver is ready, which came after this probe was sent | the connection drains, and its watches move |
+//! | failure, without such an answer within a second | none: a new connection would be no better |
 //! | refused | none, as at an endpoint |
 //!
 //! All such connections together are probed once in an interval, so that an apiserver is not asked more often than by
@@ -17,12 +16,13 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use futures_util::poll;
 use http::HeaderValue;
 use jackstay_config::Readyz;
 use jackstay_core::probe::prober::{Prober, Response, Rules};
 use jackstay_core::probe::schedule::ProbeTrigger;
 use jackstay_sys::clock;
-use tokio::time::{sleep, sleep_until};
+use tokio::time::{sleep, sleep_until, timeout};
 
 use super::backends::{QuestionCredential, question_credential};
 use super::connection::{Connection, DrainReason};
@@ -30,6 +30,9 @@ use super::credentials::ClientTls;
 use super::endpoint::ProbeSignals;
 use super::readyz_question::{ReadyzResult, ask};
 use super::shared::Upstream;
+
+/// How long the answer of another connection is waited for. All are probed when one fails.
+const PROOF_LIMIT: Duration = Duration::from_secs(1);
 
 /// Starts to probe a new connection, if its endpoint does not say which apiserver it has reached.
 pub(super) fn start(upstream: &Arc<Upstream>, connection: &Rc<Connection>, tls: &Arc<ClientTls>) {
@@ -62,7 +65,7 @@ async fn run(
                 prober.requested(trigger, rules(upstream));
                 continue;
             }
-            () = upstream.backends.alarmed() => {
+            () = upstream.backends.round_begun() => {
                 prober.requested(ProbeTrigger::Confirmation, rules(upstream));
                 continue;
             }
@@ -70,23 +73,22 @@ async fn run(
         }
         let sent_at = clock::now();
         let with_livez = prober.sent(sent_at);
-        let (code, result) = probe(upstream, connection, tls, signals, with_livez).await;
+        let result = probe(upstream, connection, tls, signals, with_livez).await;
         let response = match &result {
             ReadyzResult::Ready => Response::Ready,
             ReadyzResult::Refused => Response::Refused,
             ReadyzResult::ConnectionLost => return,
             ReadyzResult::Starting(_) | ReadyzResult::NotReady(_) => Response::NotReady,
         };
-        let counts = prober.received(response, rules(upstream)) || code.is_some();
+        prober.received(response, rules(upstream));
         if let ReadyzResult::Starting(reason) | ReadyzResult::NotReady(reason) = &result {
             warn(upstream, connection, signals);
-            let is_proven = counts && others_are_ready(upstream, sent_at);
-            if is_proven || upstream.backends.has_ready_since(sent_at) {
+            if is_other_ready(upstream, connection, sent_at).await {
                 return leave(connection, reason);
             }
         } else {
             signals.set_failing(false);
-            upstream.backends.note_ready();
+            upstream.backends.note_ready(connection.key());
         }
         prober.plan(response, true, rules(upstream), fastrand::f64());
     }
@@ -114,13 +116,13 @@ async fn probe(
     tls: &ClientTls,
     signals: &ProbeSignals,
     with_livez: bool,
-) -> (Option<u16>, ReadyzResult) {
+) -> ReadyzResult {
     let config = Arc::clone(&upstream.config());
     let config: &Readyz = &config.health.readyz;
     let token: Option<HeaderValue> =
         question_credential(upstream, connection.class(), tls).token().flatten();
     let mut response = pin!(ask(connection, config, token, with_livez));
-    tokio::select! {
+    let (_, result) = tokio::select! {
         // Both may be due after this process was suspended; then the response counts.
         biased;
         answer = &mut response => answer,
@@ -128,19 +130,32 @@ async fn probe(
             warn(upstream, connection, signals);
             response.await
         }
-    }
+    };
+    result
 }
 
-/// Whether another apiserver behind an indistinct endpoint was ready in the interval before a probe that has failed.
-pub fn others_are_ready(upstream: &Upstream, sent_at: Instant) -> bool {
-    let interval = upstream.config().health.readyz.interval;
-    upstream.backends.has_ready_since(sent_at.checked_sub(interval).unwrap_or(sent_at))
+/// Whether another connection has an answer that its apiserver is ready, to a probe that was sent after this one, or has one
+/// soon.
+pub async fn is_other_ready(upstream: &Upstream, connection: &Connection, since: Instant) -> bool {
+    let backends = &upstream.backends;
+    let proven = async {
+        loop {
+            let mut noted = pin!(backends.ready_noted());
+            // Polled before the check, so that no answer is missed.
+            let _ = poll!(&mut noted);
+            if backends.is_other_ready(connection.key(), since) {
+                return;
+            }
+            noted.await;
+        }
+    };
+    timeout(PROOF_LIMIT, proven).await.is_ok()
 }
 
 /// The probe has failed or is overdue.
 fn warn(upstream: &Upstream, connection: &Connection, signals: &ProbeSignals) {
     if !signals.set_failing(true) {
-        upstream.backends.raise_alarm();
+        upstream.backends.probe_all();
         connection.endpoint_suspected();
     }
 }

@@ -262,7 +262,15 @@ impl Pool {
         let none_usable = PoolState::none_usable(endpoint_rows);
         let is_slow_head_round = class.machine.borrow_mut().begin_slow_head_round(now);
         let mut rows = class.rows(is_slow_head_round, now);
-        let claim = |endpoint: usize| endpoints[endpoint].claim_connect_attempt(none_usable, now);
+        let waits = class.machine.borrow().waiting() > 0;
+        if !waits {
+            class.drain_unused();
+        }
+        let claim = |endpoint: usize| {
+            let endpoint = &endpoints[endpoint];
+            (waits || !class.awaits_token(&self.upstream, endpoint, tls.as_deref()))
+                && endpoint.claim_connect_attempt(none_usable, now)
+        };
         let effects = class.machine.borrow_mut().plan(&mut rows, &around, claim);
         for effect in effects {
             self.execute(class, effect, endpoints, tls.as_ref());
@@ -343,11 +351,7 @@ impl Pool {
     /// Starts a connect to an endpoint. The new connection joins the class.
     fn dial(&self, class: &Rc<ClassPool>, endpoint: &Arc<Endpoint>, tls: &Arc<ClientTls>) {
         let Some(pool) = self.this.upgrade() else { return };
-        let credential = class.question_credential(&self.upstream, tls);
-        if class.awaits_token(endpoint, &credential) {
-            class.machine.borrow_mut().connect_ended(endpoint.key());
-            return;
-        }
+        let credential = class.question_credential(&self.upstream, endpoint, tls);
         let (class, endpoint, tls) = (Rc::clone(class), Arc::clone(endpoint), Arc::clone(tls));
         tokio::task::spawn_local(async move {
             let config = pool.upstream.config();
@@ -359,7 +363,9 @@ impl Pool {
             match dialed {
                 Ok(established) => {
                     endpoint.metrics.dialled("ok");
-                    class.token_asked(&credential, !established.for_one_request);
+                    if established.for_one_request {
+                        class.token_refused(&credential);
+                    }
                     let connection = Connection::start(
                         established,
                         &endpoint,

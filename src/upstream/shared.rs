@@ -147,15 +147,20 @@ impl Upstream {
     /// calls [`Endpoint::remove`] for each endpoint that leaves the set.
     pub fn set_endpoints(&self, endpoints: Vec<Arc<Endpoint>>) {
         set_api_root(&endpoints, &self.config());
-        mark_shared(&endpoints, self.config().kind);
+        mark_shared(&endpoints, |address| self.backends.kind(address).is_some());
         self.endpoints.store(Arc::new(endpoints));
         self.endpoints_changed.notify_waiters();
+    }
+
+    /// Sets which addresses are examined.
+    pub fn set_examined<'a>(&self, addresses: impl Iterator<Item = &'a str>) {
+        self.backends.set_examined(addresses);
+        mark_shared(&self.endpoints(), |address| self.backends.kind(address).is_some());
     }
 
     /// Replaces the configuration and notifies the control plane.
     pub fn reconfigure(&self, config: config::Upstream) {
         set_api_root(&self.endpoints(), &config);
-        mark_shared(&self.endpoints(), config.kind);
         self.config.store(Arc::new(config));
         self.reconfigured.notify_one();
     }

@@ -1,13 +1,11 @@
 //! Which endpoints may lead to several apiservers.
 //!
-//! | endpoint | `kind` of the upstream | may lead to several |
-//! |---|---|---|
-//! | a backend of an address | any | no: each connection was found to have reached that apiserver |
-//! | a set of connections to backends that cannot be told apart | any | yes |
-//! | an address | `apiserver` | no |
-//! | an address | `balancer` | yes |
-//! | an address | `auto`, at most [`MAX_ADDRESSES`] addresses | yes |
-//! | an address | `auto`, more addresses | no: each is probably one apiserver |
+//! | endpoint | may lead to several |
+//! |---|---|
+//! | a backend of an address | no: each connection was found to have reached that apiserver |
+//! | a set of connections to backends that cannot be told apart | yes |
+//! | an address that is examined (`control::backends`) | yes |
+//! | any other address | no: it is one apiserver by the configuration, or because there are many |
 //!
 //! A survey cannot show that an address leads to one apiserver: several that share their certificate and the address that
 //! they advertise, as those of a hosted control plane, look like one. Each connection reaches one of them, and stays
@@ -15,34 +13,19 @@
 
 use std::sync::Arc;
 
-use jackstay_config::EndpointKind;
-use jackstay_core::backends::MAX_ADDRESSES;
-
 use super::endpoint::Endpoint;
 
 /// Sets for each endpoint of an upstream whether it may lead to several apiservers, by the table of the module.
-pub fn mark_shared(endpoints: &[Arc<Endpoint>], kind: EndpointKind) {
-    let may_be_shared = match kind {
-        EndpointKind::Apiserver => false,
-        EndpointKind::Balancer => true,
-        EndpointKind::Auto => number_of_addresses(endpoints) <= MAX_ADDRESSES,
-    };
+pub fn mark_shared(endpoints: &[Arc<Endpoint>], is_examined: impl Fn(&str) -> bool) {
     for endpoint in endpoints {
-        let is_whole = endpoint.backend.is_none();
-        endpoint.set_shared(may_be_shared && is_whole || endpoint.is_indistinct());
+        let is_whole = || endpoint.backend.is_none() && is_examined(&endpoint.address.to_string());
+        endpoint.set_shared(endpoint.is_indistinct() || is_whole());
     }
 }
 
 /// Whether there may be an apiserver behind an address of these endpoints that is no endpoint.
 pub fn may_hide_apiserver(endpoints: &[Arc<Endpoint>]) -> bool {
     endpoints.iter().any(|endpoint| endpoint.is_shared() || endpoint.backend.is_some())
-}
-
-fn number_of_addresses(endpoints: &[Arc<Endpoint>]) -> usize {
-    let mut addresses: Vec<_> = endpoints.iter().map(|endpoint| &endpoint.address).collect();
-    addresses.sort_unstable_by_key(|address| (&address.host, address.port));
-    addresses.dedup();
-    addresses.len()
 }
 
 #[cfg(test)]
@@ -59,30 +42,22 @@ mod tests {
     }
 
     #[test]
-    fn addresses_may_be_shared_by_kind_and_number_and_backends_are_not() {
-        use EndpointKind::{Apiserver, Auto, Balancer};
-        for (kind, addresses, expected) in [
-            (Apiserver, 1, false),
-            (Balancer, 1, true),
-            (Balancer, 3, true),
-            (Auto, 1, true),
-            (Auto, MAX_ADDRESSES, true),
-            (Auto, MAX_ADDRESSES + 1, false),
-        ] {
-            let endpoints: Vec<_> = (0..addresses).map(|n| endpoint(n as u16 + 1, None)).collect();
-            mark_shared(&endpoints, kind);
-            let shared = endpoints.iter().filter(|endpoint| endpoint.is_shared()).count();
-            let case = format!("{kind:?} {addresses}");
-            assert_eq!(shared, if expected { addresses } else { 0 }, "{case}");
-            assert_eq!(may_hide_apiserver(&endpoints), expected, "{case}");
-        }
+    fn examined_addresses_may_be_shared_and_backends_are_not() {
         let backend =
             |n: u64| Backend { id: BackendId::Certificate(n), name: n.to_string().into() };
-        // The address itself is an endpoint beside its backends.
         let any = Backend { id: BackendId::Indistinct(1), name: "any-1".into() };
-        let endpoints = [endpoint(1, Some(backend(1))), endpoint(1, Some(any)), endpoint(1, None)];
-        mark_shared(&endpoints, Auto);
-        assert_eq!(endpoints.each_ref().map(|endpoint| endpoint.is_shared()), [false, true, true]);
+        // The address itself is an endpoint beside its backends.
+        let endpoints = [
+            endpoint(1, Some(backend(1))),
+            endpoint(1, Some(backend(2))),
+            endpoint(1, None),
+            endpoint(2, Some(any)),
+            endpoint(3, None),
+        ];
+        mark_shared(&endpoints, |address| address == "10.0.0.1:1");
+        let shared = endpoints.each_ref().map(|endpoint| endpoint.is_shared());
+        assert_eq!(shared, [false, false, true, true, false]);
         assert!(may_hide_apiserver(&endpoints[..2]));
+        assert!(!may_hide_apiserver(&endpoints[4..]));
     }
 }

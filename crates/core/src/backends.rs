@@ -46,6 +46,8 @@ use std::time::{Duration, Instant};
 
 use serde::{Serialize, Serializer};
 
+use crate::backoff::Backoff;
+
 /// Maximum number of addresses of an upstream that are examined unless it is configured as a balancer. With more of them,
 /// each is probably one apiserver.
 pub const MAX_ADDRESSES: usize = 2;
@@ -459,6 +461,32 @@ impl SearchBudget {
 impl Default for SearchBudget {
     fn default() -> Self {
         Self::new()
+    }
+}
+
+/// When the connections of indistinct backends are all probed because the probe of one fails: at most once in a pause that
+/// grows while failures go on. Apiservers that are slow for everybody are not asked more and more often.
+#[derive(Debug, Default)]
+pub struct ProbeRounds {
+    last: Option<Instant>,
+    in_row: u32,
+}
+
+/// The pauses between the rounds. Not shorter than it takes until the connections have left an apiserver.
+const ROUND_PAUSE: Backoff = Backoff::new(Duration::from_secs(2), Duration::from_secs(60));
+
+impl ProbeRounds {
+    /// Whether a round begins now.
+    pub fn begin(&mut self, now: Instant) -> bool {
+        let since = |last| now.saturating_duration_since(last);
+        if self.last.is_some_and(|last| since(last) < ROUND_PAUSE.after(self.in_row).pause()) {
+            return false;
+        }
+        let is_new =
+            self.last.is_none_or(|last| since(last) >= 2 * ROUND_PAUSE.after(self.in_row).pause());
+        self.in_row = if is_new { 1 } else { self.in_row.saturating_add(1) };
+        self.last = Some(now);
+        true
     }
 }
 

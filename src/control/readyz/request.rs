@@ -42,7 +42,7 @@ pub async fn send_probe(
 /// the endpoint reach different apiservers, requests a probe of each connection.
 pub fn request_probes_of_others(upstream: &Upstream, endpoint: &Arc<Endpoint>) {
     if endpoint.is_indistinct() {
-        return upstream.backends.raise_alarm();
+        return upstream.backends.probe_all();
     }
     if !endpoint.note_probe_failing(clock::now()) {
         return;

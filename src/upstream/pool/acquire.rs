@@ -95,6 +95,11 @@ impl Pool {
     ) -> Option<(Permit, bool)> {
         let required = &request.required;
         class.with_table(now, |table, connections| {
+            for (row, connection) in table.iter_mut().zip(connections) {
+                if connection.is_for_one_request() {
+                    row.free_streams = 0;
+                }
+            }
             let max_connections = if required.long_running {
                 class.max_connections(&self.upstream)
             } else {

@@ -1,12 +1,13 @@
 //! The connections of one credential class, and the tables by which [`jackstay_core::pool`] decides on them.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Instant;
 
 use http::HeaderValue;
-use jackstay_core::backends::BackendId;
+use jackstay_core::backends::{Backend, BackendId};
 use jackstay_core::connection::ConnectionState;
 use jackstay_core::pool::limits::max_connections;
 use jackstay_core::pool::{Candidate, Class, ConnectionRow, only_suspect_to};
@@ -15,7 +16,7 @@ use jackstay_net::tls::certificate::Subject;
 use super::stream_request::{Unavailable, Waiter};
 use super::table::{candidate, row};
 use crate::upstream::backends::{QuestionCredential, question_credential};
-use crate::upstream::connection::{Connection, Permit};
+use crate::upstream::connection::{Connection, DrainReason, Permit};
 use crate::upstream::credentials::{ClientTls, CredentialClass};
 use crate::upstream::endpoint::Endpoint;
 use crate::upstream::evacuation::ActiveEvacuations;
@@ -32,16 +33,15 @@ pub struct ClassPool {
     table: RefCell<Vec<Candidate>>,
     pub(super) rebalancer: RefCell<Rebalancer>,
     pub(super) evacuations: RefCell<ActiveEvacuations>,
-    tokens: RefCell<ClientTokens>,
+    /// The [`token_hash`] of the last token of a client that an apiserver has refused on a new connection.
+    refused_token: Cell<Option<u64>>,
 }
 
-/// The tokens of clients with which apiservers were asked.
-#[derive(Default)]
-struct ClientTokens {
-    /// The last one that was not refused.
-    accepted: Option<HeaderValue>,
-    /// The last one that was.
-    refused: Option<HeaderValue>,
+/// A hash by which a token is recognised without a copy of it.
+fn token_hash(token: &HeaderValue) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    token.as_bytes().hash(&mut hasher);
+    hasher.finish()
 }
 
 impl ClassPool {
@@ -54,58 +54,69 @@ impl ClassPool {
             table: RefCell::default(),
             rebalancer: RefCell::new(Rebalancer::new(now)),
             evacuations: RefCell::default(),
-            tokens: RefCell::default(),
+            refused_token: Cell::default(),
         }
     }
 
-    /// The credential of questions on a new connection. If a bearer token is the credential of the class and none is
-    /// configured, it is that of the first request that waits, unless that was refused.
+    /// The credential of questions on a new connection to this endpoint. If a bearer token is the credential of the class
+    /// and none is configured, it is that of the first request that waits, unless that was refused.
     pub(super) fn question_credential(
         &self,
         upstream: &Upstream,
+        endpoint: &Endpoint,
         tls: &ClientTls,
     ) -> QuestionCredential {
         let configured = question_credential(upstream, self.class, tls);
-        let is_of_tokens =
-            matches!(self.class, CredentialClass::Token | CredentialClass::UnprovenToken);
-        if !is_of_tokens || !matches!(configured, QuestionCredential::None) {
+        if !matches!(configured, QuestionCredential::None) || !self.asks_with_token(endpoint) {
             return configured;
         }
-        let (machine, tokens) = (self.machine.borrow(), self.tokens.borrow());
+        let machine = self.machine.borrow();
         let mut waiting = machine.waiters().filter_map(|waiter| waiter.authorization.as_ref());
-        let token = waiting.find(|token| tokens.refused.as_ref() != Some(token));
-        let token = token.or(tokens.accepted.as_ref()).cloned();
-        token.map_or(QuestionCredential::None, QuestionCredential::Client)
+        let token = waiting.find(|token| self.refused_token.get() != Some(token_hash(token)));
+        match token {
+            Some(token) => QuestionCredential::Client(token.clone()),
+            None if machine.waiting() > 0 => QuestionCredential::RefusedClient,
+            None => QuestionCredential::None,
+        }
     }
 
-    /// An apiserver was asked with this credential.
-    pub(super) fn token_asked(&self, credential: &QuestionCredential, is_accepted: bool) {
-        let QuestionCredential::Client(token) = credential else { return };
-        let mut tokens = self.tokens.borrow_mut();
-        if is_accepted {
-            tokens.accepted = Some(token.clone());
-        } else {
-            tokens.accepted.take_if(|accepted| accepted == token);
-            tokens.refused = Some(token.clone());
+    /// Whether the token of a client shows which apiserver behind the address of the endpoint a connection has reached.
+    fn asks_with_token(&self, endpoint: &Endpoint) -> bool {
+        let is_asked = |backend: &Backend| !matches!(backend.id, BackendId::Certificate(_));
+        matches!(self.class, CredentialClass::Token | CredentialClass::UnprovenToken)
+            && endpoint.backend.as_ref().is_some_and(is_asked)
+    }
+
+    /// Whether no connection to the endpoint is opened until a request waits, whose token is needed.
+    pub(super) fn awaits_token(
+        &self,
+        upstream: &Upstream,
+        endpoint: &Endpoint,
+        tls: Option<&ClientTls>,
+    ) -> bool {
+        let is_none = |tls| {
+            matches!(question_credential(upstream, self.class, tls), QuestionCredential::None)
+        };
+        self.asks_with_token(endpoint) && tls.is_some_and(is_none)
+    }
+
+    /// No request waits: drains the connections that were opened for one that does not wait any more.
+    pub(super) fn drain_unused(&self) {
+        let connections = self.connections.borrow();
+        let unused = connections.iter().filter(|one| one.is_for_one_request());
+        unused.for_each(|connection| connection.drain(DrainReason::TokenRefused));
+    }
+
+    /// An apiserver has refused the credential with which it was asked.
+    pub(super) fn token_refused(&self, credential: &QuestionCredential) {
+        if let QuestionCredential::Client(token) = credential {
+            self.refused_token.set(Some(token_hash(token)));
         }
     }
 
     /// The credential class that the connections serve.
     pub fn credential_class(&self) -> CredentialClass {
         self.class
-    }
-
-    /// Whether no connection is opened until a request waits, whose token shows which apiserver it has reached.
-    pub(super) fn awaits_token(
-        &self,
-        endpoint: &Endpoint,
-        credential: &QuestionCredential,
-    ) -> bool {
-        let backend = endpoint.backend.as_ref();
-        backend.is_some_and(|backend| matches!(backend.id, BackendId::Address(_)))
-            && matches!(credential, QuestionCredential::None)
-            && self.class != CredentialClass::Anonymous
-            && self.machine.borrow().waiting() == 0
     }
 
     /// Whether a connection is live.

@@ -298,6 +298,21 @@ fn search_budget_has_a_burst_and_a_pace() {
 }
 
 #[test]
+fn rounds_of_probes_are_rarer_while_failures_go_on() {
+    let start = Instant::now();
+    let mut rounds = ProbeRounds::default();
+    let mut begun = Vec::new();
+    for tick in 0..1_000 {
+        if rounds.begin(start + tick * SECOND / 10) {
+            begun.push(f64::from(tick) / 10.0);
+        }
+    }
+    assert_eq!(begun, [0.0, 2.0, 6.0, 14.0, 30.0, 62.0]);
+    assert!(rounds.begin(start + 1_000 * SECOND), "the first one of another fault");
+    assert!(rounds.begin(start + 1_002 * SECOND));
+}
+
+#[test]
 fn advertised_address_is_read_from_api_versions() {
     let body = |address: &str| {
         format!(

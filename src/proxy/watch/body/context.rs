@@ -70,6 +70,10 @@ impl RequestHead {
         Self { uri: head.uri, headers: headers.collect() }
     }
 
+    fn get(&self, name: &HeaderName) -> Option<&HeaderValue> {
+        self.headers.iter().find(|(other, _)| other == name).map(|(_, value)| value)
+    }
+
     /// The request with another query.
     fn with_query(&self, query: &str) -> Request<()> {
         let mut request = Request::new(());
@@ -141,11 +145,10 @@ impl ResumeContext {
 
     /// The endpoints that may continue the watch.
     pub(super) fn suitable_endpoints(&self, session: &Session) -> SuitableEndpoints {
-        let mut headers = self.head.headers.iter();
-        let user_agent = headers.find(|(name, _)| name == header::USER_AGENT);
         SuitableEndpoints {
             upstream: Rc::clone(&self.upstream),
-            user_agent: user_agent.map(|(_, value)| value.clone()),
+            user_agent: self.head.get(&header::USER_AGENT).cloned(),
+            authorization: self.head.get(&header::AUTHORIZATION).cloned(),
             served_by: self.served_by,
             may_ask_older: session.may_ask_older(),
             parameters: self.parameters().cloned(),

@@ -49,6 +49,8 @@ pub(super) enum NoneSuitable {
 pub(super) struct SuitableEndpoints {
     pub(super) upstream: Rc<UpstreamClient>,
     pub(super) user_agent: Option<HeaderValue>,
+    /// The `Authorization` of the client.
+    pub(super) authorization: Option<HeaderValue>,
     pub(super) served_by: Option<MinorVersion>,
     pub(super) may_ask_older: bool,
     pub(super) parameters: Option<Rc<RequiredParameters>>,
@@ -71,7 +73,7 @@ impl SuitableEndpoints {
     /// The request for a stream for the watch, on an endpoint that is not `excluded`. `wanted`: the version that the
     /// cache of the endpoint should have reached.
     pub(super) fn stream_request<'a>(
-        &self,
+        &'a self,
         excluded: Vec<EndpointKey>,
         wanted: Option<&'a (Arc<ResourceRecord>, u64)>,
         proof: &'a IdentityProof,
@@ -82,7 +84,7 @@ impl SuitableEndpoints {
             required,
             resource_version: wanted.map(|(record, version)| (record, *version)),
             avoided: self.avoided.clone(),
-            authorization: None,
+            authorization: self.authorization.as_ref(),
             versions: self.preferred_versions(),
             client_subject: proof.subject(),
         }

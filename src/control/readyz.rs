@@ -39,7 +39,9 @@ use self::version::VersionReader;
 use crate::upstream::Upstream;
 use crate::upstream::connection::{ConnectionState, DrainReason};
 use crate::upstream::connection_probe::is_other_ready;
-use crate::upstream::endpoint::{Endpoint, EndpointState, Observation, ProbeCredential};
+use crate::upstream::endpoint::{
+    Endpoint, EndpointState, Observation, ProbeCredential, ProbeTrigger,
+};
 use crate::upstream::readyz_question::ReadyzResult;
 
 /// What else asks the endpoint on the connection of the prober.
@@ -123,7 +125,7 @@ async fn probe_repeatedly(
         let config = Arc::clone(&upstream.config());
         let config = &config.health.readyz;
         if probe_now(upstream, endpoint, &current, config, (&mut prober, &mut version)).await {
-            wait_for_next(endpoint, &current, config, &mut prober).await;
+            wait_for_next((upstream, endpoint), &current, config, &mut prober).await;
             answers.used(&current);
             connection = Some(current);
         } else {
@@ -175,9 +177,7 @@ async fn probe_now(
     let result = if is_of_connection { ReadyzResult::ConnectionLost } else { result };
     let response = match &result {
         ReadyzResult::Ready => {
-            if endpoint.is_indistinct() {
-                upstream.backends.note_ready(connection.key());
-            }
+            upstream.backends.note_ready(connection.key());
             endpoint.note_probe_ok(sent_at);
             Response::Ready
         }
@@ -215,7 +215,7 @@ async fn probe_now(
 
 /// Waits until the next probe is due or the connection takes no more streams.
 async fn wait_for_next(
-    endpoint: &Endpoint,
+    (upstream, endpoint): (&Upstream, &Endpoint),
     connection: &ProbeConnection,
     config: &Readyz,
     prober: &mut Prober,
@@ -224,6 +224,9 @@ async fn wait_for_next(
         tokio::select! {
             () = sleep_until(prober.next_at().into()) => return,
             trigger = endpoint.probe.requested() => prober.requested(trigger, rules(config)),
+            () = upstream.backends.round_begun() => {
+                prober.requested(ProbeTrigger::Confirmation, rules(config));
+            }
             () = connection.until_unusable() => {
                 if connection.state() == ConnectionState::Dead {
                     prober.connection_lost(rules(config));

@@ -9,7 +9,7 @@ use std::time::Duration;
 use bytes::BytesMut;
 use http::{HeaderValue, Request, StatusCode};
 use jackstay_config::EndpointKind;
-use jackstay_core::backends::{BackendId, MAX_TRIES, ObservedBackend, advertised_address};
+use jackstay_core::backends::{BackendId, Kind, MAX_TRIES, ObservedBackend, advertised_address};
 use jackstay_core::credential_class::CredentialClass;
 use jackstay_sys::clock;
 use jackstay_sys::sockets::tracked_stream::StreamObserver;
@@ -166,9 +166,7 @@ async fn search<T>(
     // An address that may be one apiserver is not asked more often when that is overloaded.
     let is_several = || {
         let kind = upstream.backends.kind(&endpoint.address.to_string());
-        kind.is_some_and(|kind| {
-            kind.is_several() || upstream.config().kind == EndpointKind::Balancer
-        })
+        upstream.config().kind == EndpointKind::Balancer || kind.is_some_and(Kind::is_several)
     };
     if endpoint.backend.is_none() && !is_several() {
         return connect(limit).await?.ok_or_else(|| reached_others(endpoint, 1));

@@ -26,9 +26,9 @@ pub async fn open_further(
     let class = CredentialClass::Probe;
     let tls = upstream.credentials.tls(class)?;
     let limit = endpoint.connect_timeout(upstream.config().health.connect_timeout);
-    let token = question_credential(upstream, class, &tls);
+    let credential = question_credential(upstream, class, &tls);
     let dialed =
-        dial_backend(upstream, (endpoint, &tls), limit, PROBE_STREAMS, &token).await.ok()?;
+        dial_backend(upstream, (endpoint, &tls), limit, PROBE_STREAMS, &credential).await.ok()?;
     let (config, memory) = (upstream.config(), &upstream.memory);
     let changed = Rc::new(Notify::new());
     let connection = Connection::start(dialed, endpoint, class, &tls, &config, memory, changed);

@@ -29,7 +29,7 @@ use crate::upstream::endpoint::{ConnectFailure, ConnectTimeout, Endpoint, Endpoi
 
 /// How often the endpoints are looked at.
 const INTERVAL: Duration = Duration::from_millis(250);
-/// The same while no address is examined.
+/// The same while no address is examined, or each leads to one apiserver.
 const IDLE_INTERVAL: Duration = Duration::from_secs(2);
 /// Time limit of one connect of a survey.
 const CONNECT_LIMIT: Duration = Duration::from_secs(1);
@@ -110,6 +110,7 @@ pub async fn run(upstream: Arc<Upstream>, writer: Rc<EndpointSetWriter>) {
     let mut recent = RecentAddresses { seen: Vec::new(), started: clock::now() };
     loop {
         let examined = recent.examined(&upstream, &writer);
+        let is_changed = !addresses.iter().map(|address| &address.name).eq(&examined);
         for left in addresses.extract_if(.., |address| !examined.contains(&address.name)) {
             writer.join(&left.name);
         }
@@ -118,10 +119,13 @@ pub async fn run(upstream: Arc<Upstream>, writer: Rc<EndpointSetWriter>) {
                 addresses.push(Address::new(name, recent.pause(&upstream)));
             }
         }
-        upstream.set_examined(addresses.iter().map(|address| &*address.label));
+        if is_changed {
+            upstream.set_examined(addresses.iter().map(|address| &*address.label));
+        }
         let steps = addresses.iter_mut().map(|address| step(&upstream, &writer, &recent, address));
         join_all(steps).await;
-        sleep(if addresses.is_empty() { IDLE_INTERVAL } else { INTERVAL }).await;
+        let is_idle = addresses.iter().all(|address| address.known.kind() == Kind::One);
+        sleep(if is_idle { IDLE_INTERVAL } else { INTERVAL }).await;
     }
 }
 

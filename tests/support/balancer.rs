@@ -53,8 +53,8 @@ impl Balancer {
         Self::create(backends, None)
     }
 
-    /// New connections reach the backend with the fewest open ones, as with `leastconn` of HAProxy. Each backend has this
-    /// number of connections of others.
+    /// New connections reach the backend with the fewest open ones (`leastconn`). Each backend has this number of
+    /// connections of others.
     pub fn least_connections(backends: &[(SocketAddr, usize)]) -> Self {
         let open = Mutex::new(backends.iter().copied().collect());
         let backends: Vec<_> = backends.iter().map(|(backend, _)| *backend).collect();

@@ -107,8 +107,8 @@ pub struct ConnectionMachine {
     /// Requests that wait for a response head and must not be sent twice fail: the path is lost, or the
     /// process has been stopped for 7 s.
     fails_unsafe_requests: bool,
-    /// Its apiserver is not ready, and another one is.
-    is_not_ready: bool,
+    /// Why it drains. That its apiserver is not ready counts most.
+    drain_reason: Option<DrainReason>,
     /// See [`Self::set_end_expected`].
     end_expected: bool,
     close_requested: Option<DrainReason>,
@@ -139,7 +139,7 @@ impl ConnectionMachine {
             is_probe,
             responsiveness: Responsiveness::default(),
             fails_unsafe_requests: false,
-            is_not_ready: false,
+            drain_reason: None,
             end_expected: false,
             close_requested: None,
         }
@@ -234,7 +234,9 @@ impl ConnectionMachine {
     pub fn drain(&mut self, reason: DrainReason, now: Instant) -> Effects {
         let mut effects = Effects::default();
         let wanted = reason.urgency();
-        self.is_not_ready |= reason == DrainReason::NotReady;
+        if self.drain_reason != Some(DrainReason::NotReady) {
+            self.drain_reason = Some(reason);
+        }
         match &mut self.state {
             State::Live | State::Suspect { .. } => {
                 if matches!(self.state, State::Live) && reason == DrainReason::Idle {
@@ -438,7 +440,7 @@ impl ConnectionMachine {
     pub fn no_response_reason(&self, safe: bool) -> Option<StateChangeReason> {
         match self.state {
             State::Unresponsive { reason, .. } => Some(reason),
-            State::Draining { .. } if safe && self.is_not_ready => {
+            State::Draining { .. } if safe && self.drain_reason == Some(DrainReason::NotReady) => {
                 Some(StateChangeReason::NotReady)
             }
             _ => (!safe && self.fails_unsafe_requests).then_some(StateChangeReason::ProcessStopped),

@@ -73,12 +73,6 @@ pub fn plan(context: &ResolvedContext, request: &SetupRequest) -> Result<SetupPl
     check_pem_data(context, request, &mut plan)?;
     let ca_file = cluster_ca(context, request, directory, &mut plan)?;
 
-    let mut endpoints = vec![context.server.address()];
-    for upstream in &request.upstreams {
-        if !endpoints.contains(upstream) {
-            endpoints.push(upstream.clone());
-        }
-    }
     let mut listener = ListenerSection {
         name: "apiserver",
         bind,
@@ -109,7 +103,7 @@ pub fn plan(context: &ResolvedContext, request: &SetupRequest) -> Result<SetupPl
         name: "control-plane",
         path_prefix: context.path_prefix.to_string(),
         authority: request.authority.clone(),
-        endpoints,
+        endpoints: endpoints(context, request),
         // A flow cannot see which apiserver it has reached.
         kind: (request.is_balancer && !serves_flows).then_some(EndpointKind::Balancer),
         health: probe.map(|readyz| HealthSection { readyz }),
@@ -132,6 +126,17 @@ pub fn plan(context: &ResolvedContext, request: &SetupRequest) -> Result<SetupPl
         description: "the configuration of jackstay",
     });
     Ok(plan)
+}
+
+/// The endpoint of the kubeconfig and the others.
+fn endpoints(context: &ResolvedContext, request: &SetupRequest) -> Vec<String> {
+    let mut endpoints = vec![context.server.address()];
+    for upstream in &request.upstreams {
+        if !endpoints.contains(upstream) {
+            endpoints.push(upstream.clone());
+        }
+    }
+    endpoints
 }
 
 /// Checks the certificates and keys that the kubeconfig holds as data, so that errors name their entry and not a file

@@ -88,18 +88,7 @@ pub(super) fn find(
         check_own(&survey, &own)?;
     }
     let warnings = note_unusable(&mut survey, &own, &upstreams, &mut notes);
-    let mut names = select(&NameInputs {
-        host: tls_name(&context.server.host),
-        given: args.tls_server_name.as_deref().or(context.tls_server_name.as_deref()),
-        endpoints: 1 + upstreams.len(),
-        certificates: &survey.certificates,
-    });
-    if let Some(name) = &args.tls_server_name {
-        names.client.clone_from(name);
-    }
-    if let UserPath::ByServerName { names: accepted, .. } = path {
-        names = passed_through(accepted, &survey.certificates)?;
-    }
+    let names = verified_names(args, context, path, 1 + upstreams.len(), &survey.certificates)?;
     if config.is_some() {
         // The address of a stopped apiserver is right.
         let wrong = survey.not_apiservers.iter().filter(|a| !a.reason.timed_out);
@@ -111,6 +100,29 @@ pub(super) fn find(
     }
     let is_balancer = behind.iter().any(|address| address.several().is_some());
     Ok(Apiservers { upstreams, is_balancer, authority, names, warnings, notes })
+}
+
+/// The names to verify in the certificates of this number of endpoints.
+fn verified_names(
+    args: &KubeconfigArgs,
+    context: &ResolvedContext,
+    path: &UserPath,
+    endpoints: usize,
+    certificates: &[CertificateNames],
+) -> Result<VerifiedNames, Failure> {
+    if let UserPath::ByServerName { names: accepted, .. } = path {
+        return passed_through(accepted, certificates);
+    }
+    let mut names = select(&NameInputs {
+        host: tls_name(&context.server.host),
+        given: args.tls_server_name.as_deref().or(context.tls_server_name.as_deref()),
+        endpoints,
+        certificates,
+    });
+    if let Some(name) = &args.tls_server_name {
+        names.client.clone_from(name);
+    }
+    Ok(names)
 }
 
 fn refuse_discovery_below_a_path(

@@ -15,6 +15,9 @@ use tokio::sync::Notify;
 /// How long an answer counts that an apiserver is ready. Longer than any probe.
 const READY_MEMORY: Duration = Duration::from_secs(60);
 
+/// The time in which only the first connection that is left is a warning.
+const LEFT_WINDOW: Duration = Duration::from_secs(60);
+
 /// The addresses of one upstream. The control plane writes what is behind them.
 #[derive(Debug, Default)]
 pub struct AddressBackends {
@@ -29,6 +32,8 @@ pub struct AddressBackends {
     /// When the apiserver of each connection has last answered that it is ready, if it cannot be told apart from others.
     ready: Mutex<Vec<(ConnectionKey, Instant)>>,
     ready_noted: Notify,
+    /// When a connection was last left because its apiserver was not ready.
+    left_at: Mutex<Option<Instant>>,
 }
 
 /// What is behind an address, for `/status`.
@@ -130,6 +135,13 @@ impl AddressBackends {
     /// Waits until an apiserver answers that it is ready.
     pub async fn ready_noted(&self) {
         self.ready_noted.notified().await;
+    }
+
+    /// A connection is left because its apiserver is not ready. Returns whether it is the first one in a minute.
+    pub fn note_left(&self) -> bool {
+        let now = clock::now();
+        let before = lock(&self.left_at).replace(now);
+        before.is_none_or(|at| now >= at + LEFT_WINDOW)
     }
 
     /// Whether another connect may be made for the endpoint with this label, which the one before has not reached.

@@ -84,7 +84,7 @@ async fn run(
         if let ReadyzResult::Starting(reason) | ReadyzResult::NotReady(reason) = &result {
             warn(upstream, connection, signals);
             if is_other_ready(upstream, connection, sent_at).await {
-                return leave(connection, reason);
+                return leave(upstream, connection, reason);
             }
         } else {
             signals.set_failing(false);
@@ -95,17 +95,16 @@ async fn run(
 }
 
 /// The apiserver of the connection is not ready, and another one is.
-fn leave(connection: &Connection, reason: &str) {
+fn leave(upstream: &Upstream, connection: &Connection, reason: &str) {
+    const LINE: &str = "connection left: the apiserver that it has reached is not ready";
+    let is_first = upstream.backends.note_left();
     let (upstream, endpoint) = (&*connection.endpoint.upstream, &*connection.endpoint.label);
     let (class, watches) = (connection.class().as_str(), connection.watches());
-    tracing::warn!(
-        upstream,
-        endpoint,
-        class,
-        reason,
-        watches,
-        "connection left: the apiserver that it has reached is not ready"
-    );
+    if is_first {
+        tracing::warn!(upstream, endpoint, class, reason, watches, "{LINE}");
+    } else {
+        tracing::info!(upstream, endpoint, class, reason, watches, "{LINE}");
+    }
     connection.drain(DrainReason::NotReady);
 }
 

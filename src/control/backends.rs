@@ -124,7 +124,11 @@ pub async fn run(upstream: Arc<Upstream>, writer: Rc<EndpointSetWriter>) {
         }
         let steps = addresses.iter_mut().map(|address| step(&upstream, &writer, &recent, address));
         join_all(steps).await;
-        let is_idle = addresses.iter().all(|address| address.known.kind() == Kind::One);
+        // A split address of which one apiserver is left is looked at as often as before.
+        let leads_to_one = |address: &Address| {
+            address.known.kind() == Kind::One && writer.members(&address.name).backends.is_empty()
+        };
+        let is_idle = addresses.iter().all(leads_to_one);
         sleep(if is_idle { IDLE_INTERVAL } else { INTERVAL }).await;
     }
 }

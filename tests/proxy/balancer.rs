@@ -3,14 +3,13 @@
 use crate::support::balancer::Balancer;
 use crate::support::wait::until_within;
 use crate::support::watch_recorder::WatchRecorder;
-use crate::support::{CONFIGMAPS, PATIENCE, Proxy, TestCluster, soon, until, without_suspicion};
+use crate::support::{CONFIGMAPS, PATIENCE, Proxy, TestCluster, soon, until};
 use http::Method;
 use jackstay_apiserver::client::Client;
 use jackstay_apiserver::identity::User;
-use jackstay_apiserver::{ApiServerHandle, Options, RequestHook, ScriptedResponse};
+use jackstay_apiserver::{ApiServerHandle, RequestHook, ScriptedResponse};
 use jackstay_config::{Config, EndpointKind};
 use serde_json::{Value, json};
-use std::cell::OnceCell;
 use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::sync::atomic::Ordering::Relaxed;
@@ -40,12 +39,7 @@ impl Rig {
         balancer: Balancer,
         change: impl FnOnce(&mut Config),
     ) -> Self {
-        let mut config = cluster.certs.config(&[balancer.address]);
-        without_suspicion(&mut config);
-        config.upstreams[0].kind = EndpointKind::Auto;
-        change(&mut config);
-        let proxy = cluster.certs.start(config);
-        proxy.wait_connected(1).await;
+        let proxy = cluster.start_behind(balancer.address, change).await;
         let client = proxy.client().await;
         Self { cluster, balancer, proxy, client }
     }
@@ -246,19 +240,10 @@ async fn address_of_one_apiserver_is_one_endpoint() {
     assert_eq!(rig.balancer.accepted(), accepted, "it is not examined again soon");
 }
 
-/// Servers that have one serving certificate.
-fn with_one_certificate(servers: usize) -> TestCluster {
-    let shared = OnceCell::new();
-    TestCluster::with(servers, |options, certs| {
-        let certificate = shared.get_or_init(|| certs.pki.server().unwrap()).clone();
-        Options { certificate: Some(certificate), ..options }
-    })
-}
-
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn connections_are_judged_each_if_backends_cannot_be_told_apart() {
     // As those of HyperShift.
-    let cluster = with_one_certificate(3);
+    let cluster = TestCluster::with_one_certificate(3, |options, _| options);
     for server in &cluster.servers {
         server.set_faults(|faults| faults.advertised_address = Some("172.20.0.1:6443"));
     }
@@ -396,7 +381,7 @@ async fn requests_with_a_token_reach_the_backends_of_their_endpoints() {
 /// No token is configured, so `/api` is asked for with that of the client.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn requests_with_a_token_reach_backends_that_share_a_certificate() {
-    let cluster = with_one_certificate(3);
+    let cluster = TestCluster::with_one_certificate(3, |options, _| options);
     let balancer = Balancer::start(&cluster.addresses());
     let auto = |config: &mut Config| config.upstreams[0].kind = EndpointKind::Auto;
     let rig = Rig::in_front_of(cluster, balancer, auto).await;

@@ -5,12 +5,10 @@
 use crate::support::balancer::Balancer;
 use crate::support::wait::until_within;
 use crate::support::{
-    CONFIGMAPS, Certs, PATIENCE, Proxy, TestCluster, config_map, join_all, pause, until,
-    without_suspicion,
+    CONFIGMAPS, PATIENCE, Proxy, TestCluster, config_map, join_all, pause, until, without_suspicion,
 };
 use http::StatusCode;
 use jackstay_apiserver::client::Client;
-use jackstay_apiserver::cluster::Cluster;
 use jackstay_apiserver::kinds::{CONFIG_MAPS, ObjectRef};
 use jackstay_apiserver::{ApiServerHandle, Options, RequestHook, ScriptedResponse};
 use jackstay_config::{Config, EndpointKind};
@@ -36,27 +34,18 @@ impl Rig {
     /// jackstay with a balancer as its only endpoint, in front of this number of servers with equal certificates. Their
     /// caches follow the store.
     async fn start(servers: usize, change: impl FnOnce(&mut Config)) -> Self {
-        let (certs, state) = (Certs::new(), Cluster::new());
-        let certificate = certs.pki.server().unwrap();
-        let start = |index| {
-            let certificate = Some(certificate.clone());
-            let version = "v1.36.2".to_owned();
-            let name = format!("server-{index}");
-            let options = Options { certificate, version, ..Options::named(&name) };
-            let server = jackstay_apiserver::start(&state, &certs.pki, options).unwrap();
-            server.set_faults(|faults| faults.on_request = Some(same_address()));
-            server.set_faults(|faults| faults.cache_lag = Some(Duration::ZERO));
-            server
-        };
-        let servers = (0..servers).map(start).collect();
-        let cluster = TestCluster { certs, state, servers };
+        let cluster = TestCluster::with_one_certificate(servers, |options, _| Options {
+            version: "v1.36.2".to_owned(),
+            ..options
+        });
+        for server in &cluster.servers {
+            server.set_faults(|faults| {
+                faults.advertised_address = Some("10.0.0.1:6443");
+                faults.cache_lag = Some(Duration::ZERO);
+            });
+        }
         let balancer = Balancer::start(&cluster.addresses());
-        let mut config = cluster.certs.config(&[balancer.address]);
-        without_suspicion(&mut config);
-        config.upstreams[0].kind = EndpointKind::Auto;
-        change(&mut config);
-        let proxy = cluster.certs.start(config);
-        proxy.wait_connected(1).await;
+        let proxy = cluster.start_behind(balancer.address, change).await;
         let client = proxy.client().await;
         let mut rig = Self { cluster, balancer, proxy, client, written: 0 };
         rig.write().await;
@@ -103,17 +92,6 @@ impl Rig {
         let restored: Vec<_> = events.iter().filter(|e| e["to"] == "etcd_restored").collect();
         assert!(restored.is_empty(), "{restored:?}");
     }
-}
-
-/// Each server advertises the same address.
-fn same_address() -> RequestHook {
-    Arc::new(|request| {
-        let versions = json!({
-            "kind": "APIVersions", "versions": ["v1"],
-            "serverAddressByClientCIDRs": [{ "clientCIDR": "0.0.0.0/0", "serverAddress": "10.0.0.1:6443" }],
-        });
-        (request.uri.path() == "/api").then(|| answer(&versions))
-    })
 }
 
 fn answer(body: &Value) -> ScriptedResponse {

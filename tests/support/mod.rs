@@ -38,6 +38,7 @@ use jackstay_core::discovery::address::EndpointAddress;
 use jackstay_core::request::path_prefix::PathPrefix;
 use jackstay_net::loaded_files::LoadedFiles;
 use serde_json::{Value, json};
+use std::cell::OnceCell;
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
@@ -439,6 +440,33 @@ impl TestCluster {
         };
         let servers = (0..servers).map(start).collect();
         Self { certs, state, servers }
+    }
+
+    /// Servers that have one serving certificate.
+    pub fn with_one_certificate(
+        servers: usize,
+        change: impl Fn(Options, &Certs) -> Options,
+    ) -> Self {
+        let shared = OnceCell::new();
+        Self::with(servers, |options, certs| {
+            let certificate = shared.get_or_init(|| certs.pki.server().unwrap()).clone();
+            Options { certificate: Some(certificate), ..change(options, certs) }
+        })
+    }
+
+    /// Starts the data plane with a balancer as its only endpoint, whose kind is `auto`.
+    pub async fn start_behind(
+        &self,
+        balancer: SocketAddr,
+        change: impl FnOnce(&mut Config),
+    ) -> Proxy {
+        let mut config = self.certs.config(&[balancer]);
+        without_suspicion(&mut config);
+        config.upstreams[0].kind = EndpointKind::Auto;
+        change(&mut config);
+        let proxy = self.certs.start(config);
+        proxy.wait_connected(1).await;
+        proxy
     }
 
     pub fn addresses(&self) -> Vec<SocketAddr> {

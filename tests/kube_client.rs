@@ -40,7 +40,9 @@ struct Connection {
     server: Uri,
     token: String,
     tls: tokio_rustls::TlsConnector,
-    sender: AsyncMutex<Option<http2::SendRequest<Body>>>,
+    /// None once the connection is closed: a sender that remained would keep a request that was sent meanwhile
+    /// (`Http2Sender` of the tests' own client).
+    sender: Arc<AsyncMutex<Option<http2::SendRequest<Body>>>>,
 }
 
 impl Connection {
@@ -58,7 +60,11 @@ impl Connection {
             .keep_alive_interval(Some(Duration::from_secs(30)))
             .handshake(TokioIo::new(stream))
             .await?;
-        tokio::spawn(connection);
+        let closed = Arc::clone(&self.sender);
+        tokio::spawn(async move {
+            let _ = connection.await;
+            closed.lock().await.take_if(|sender| sender.is_closed());
+        });
         *sender = Some(fresh.clone());
         Ok(fresh)
     }
@@ -76,7 +82,9 @@ impl Connection {
             if sender.ready().await.is_err() {
                 continue;
             }
-            match sender.try_send_request(request).await {
+            let response = sender.try_send_request(request);
+            drop(sender);
+            match response.await {
                 Ok(response) => return Ok(response),
                 Err(mut failed) => match failed.take_message() {
                     Some(unsent) => request = unsent,
@@ -256,7 +264,7 @@ fn connect() -> Result<(Client, String), AnyError> {
         server: var("HISTORY_SERVER")?.parse()?,
         token: var("HISTORY_TOKEN")?,
         tls: Arc::new(tls).into(),
-        sender: AsyncMutex::default(),
+        sender: Arc::default(),
     });
     let service = tower::service_fn(move |request| {
         let connection = connection.clone();

@@ -15,7 +15,7 @@ use rustls::sign::{CertifiedKey, SingleCertAndKey};
 use serde_json::Value;
 use std::io;
 use std::net::SocketAddr;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 
@@ -73,8 +73,13 @@ pub struct Client {
 #[derive(Debug, Clone)]
 enum Sender {
     Http1(Arc<tokio::sync::Mutex<hyper::client::conn::http1::SendRequest<ResponseBody>>>),
-    Http2(hyper::client::conn::http2::SendRequest<ResponseBody>),
+    Http2(Http2Sender),
 }
+
+/// The sender of a connection; none once the connection is closed. tokio keeps a message whose `send` overlaps the drop
+/// of the receiver until the last sender is dropped (`Rx::drop` in its `sync/mpsc/chan.rs`), so a request that is sent
+/// while the connection closes would never end if a sender remained.
+type Http2Sender = Arc<Mutex<Option<hyper::client::conn::http2::SendRequest<ResponseBody>>>>;
 
 /// A complete response.
 #[derive(Debug)]
@@ -158,8 +163,14 @@ impl Client {
                     .handshake(io)
                     .await
                     .map_err(io::Error::other)?;
-            // A connection error is also the error of each request on the connection.
-            (Sender::Http2(sender), tokio::spawn(async { drop(connection.await) }))
+            let sender = Arc::new(Mutex::new(Some(sender)));
+            let closed = Arc::clone(&sender);
+            let driver = tokio::spawn(async move {
+                // A connection error is also the error of each request on the connection.
+                let _ = connection.await;
+                closed.lock().unwrap_or_else(PoisonError::into_inner).take();
+            });
+            (Sender::Http2(sender), driver)
         } else {
             let (sender, connection) =
                 hyper::client::conn::http1::handshake(io).await.map_err(io::Error::other)?;
@@ -200,7 +211,13 @@ impl Client {
                 sender.ready().await.map_err(io::Error::other)?;
                 sender.send_request(request).await
             }
-            Sender::Http2(sender) => sender.clone().send_request(request).await,
+            Sender::Http2(sender) => {
+                let open = sender.lock().unwrap_or_else(PoisonError::into_inner).clone();
+                let Some(mut open) = open else { return Err(io::ErrorKind::NotConnected.into()) };
+                let response = open.send_request(request);
+                drop(open);
+                response.await
+            }
         };
         response.map_err(io::Error::other)
     }

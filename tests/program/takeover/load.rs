@@ -152,7 +152,8 @@ impl ReconnectingClient {
 /// Whether the server has not processed the request (RFC 9113, section 6.8), or it was never sent.
 pub fn was_not_processed(error: &io::Error) -> bool {
     let inner = error.get_ref().and_then(|inner| inner.downcast_ref::<hyper::Error>());
-    inner.is_some_and(|error| error.is_canceled() || error.is_closed())
+    error.kind() == io::ErrorKind::NotConnected
+        || inner.is_some_and(|error| error.is_canceled() || error.is_closed())
         || h2_error(error).is_some_and(|error| {
             error.is_remote() && error.is_go_away() && error.reason() == Some(h2::Reason::NO_ERROR)
         })

@@ -32,7 +32,7 @@ const MAX_FAILURES: usize = 4;
 const MAX_RACING: usize = 3;
 /// Number of connections to apiservers that are not ready after which a further one is taken, if they cannot be told apart.
 const MAX_UNREADY: usize = 2;
-/// Maximum length of that answer, in bytes.
+/// Maximum length of the body of an answer on a new connection, in bytes.
 const MAX_ANSWER: usize = 16 * 1024;
 
 /// The credential of a question on a new connection.

@@ -7,6 +7,7 @@
 //! | failure, and another connection has an answer that its apiserver is ready, which came after this probe was sent | the connection drains, and its watches move |
 //! | failure, without such an answer within a second | none: a new connection would be no better |
 //! | refused | none, as at an endpoint |
+//! | no answer, and the connection is suspect | none: the connection has failed, not its apiserver. If it recovers, it is probed again |
 //!
 //! All such connections together are probed once in an interval, so that an apiserver is not asked more often than by
 //! nodes that know the addresses of all apiservers. A connection whose class has no credential for questions is not probed.
@@ -77,18 +78,22 @@ async fn run(
         let response = match &result {
             ReadyzResult::Ready => Response::Ready,
             ReadyzResult::Refused => Response::Refused,
-            ReadyzResult::ConnectionLost => return,
+            ReadyzResult::ConnectionLost => Response::ConnectionLost,
             ReadyzResult::Starting(_) | ReadyzResult::NotReady(_) => Response::NotReady,
         };
         prober.received(response, rules(upstream));
-        if let ReadyzResult::Starting(reason) | ReadyzResult::NotReady(reason) = &result {
-            warn(upstream, connection, signals);
-            if is_other_ready(upstream, connection, sent_at).await {
-                return leave(upstream, connection, reason);
+        match &result {
+            ReadyzResult::Starting(reason) | ReadyzResult::NotReady(reason) => {
+                warn(upstream, connection, signals);
+                if is_other_ready(upstream, connection, sent_at).await {
+                    return leave(upstream, connection, reason);
+                }
             }
-        } else {
-            signals.set_failing(false);
-            upstream.backends.note_ready(connection.key());
+            ReadyzResult::Ready | ReadyzResult::Refused => {
+                signals.set_failing(false);
+                upstream.backends.note_ready(connection.key());
+            }
+            ReadyzResult::ConnectionLost => {}
         }
         prober.plan(response, true, rules(upstream), fastrand::f64());
     }

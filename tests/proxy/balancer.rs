@@ -3,7 +3,7 @@
 use crate::support::balancer::Balancer;
 use crate::support::wait::until_within;
 use crate::support::watch_recorder::WatchRecorder;
-use crate::support::{CONFIGMAPS, PATIENCE, Proxy, TestCluster, soon, until};
+use crate::support::{CONFIGMAPS, PATIENCE, Proxy, TestCluster, pause, soon, until};
 use http::Method;
 use jackstay_apiserver::client::Client;
 use jackstay_apiserver::identity::User;
@@ -42,6 +42,38 @@ impl Rig {
         let proxy = cluster.start_behind(balancer.address, change).await;
         let client = proxy.client().await;
         Self { cluster, balancer, proxy, client }
+    }
+
+    /// Behind the balancer are three servers that cannot be told apart, as those of HyperShift.
+    async fn indistinct(change: impl FnOnce(&mut Config)) -> Self {
+        let cluster = TestCluster::with_one_certificate(3, |options, _| options);
+        for server in &cluster.servers {
+            server.set_faults(|faults| faults.advertised_address = Some("172.20.0.1:6443"));
+        }
+        let balancer = Balancer::start(&cluster.addresses());
+        let rig = Self::in_front_of(cluster, balancer, |config| {
+            config.upstreams[0].kind = EndpointKind::Balancer;
+            change(config);
+        })
+        .await;
+        until("two sets of connections are ready", async || {
+            let endpoints = rig.proxy.endpoints().await;
+            endpoints.len() == 2 && endpoints.iter().all(|one| one["state"] == "ready")
+        })
+        .await;
+        rig
+    }
+
+    /// Opens watches, and returns them and the server that has most of them.
+    async fn watches(&self, count: usize) -> (Vec<WatchRecorder>, usize) {
+        let path = self.cluster.watch_path();
+        let mut watches = Vec::new();
+        for _ in 0..count {
+            watches.push(WatchRecorder::start(&self.client, &path).await);
+        }
+        let most = (0..3).max_by_key(|server| self.cluster.watches(*server)).unwrap();
+        assert_ne!(self.cluster.watches(most), 0);
+        (watches, most)
     }
 
     async fn behind(&self) -> Value {
@@ -242,28 +274,9 @@ async fn address_of_one_apiserver_is_one_endpoint() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn connections_are_judged_each_if_backends_cannot_be_told_apart() {
-    // As those of HyperShift.
-    let cluster = TestCluster::with_one_certificate(3, |options, _| options);
-    for server in &cluster.servers {
-        server.set_faults(|faults| faults.advertised_address = Some("172.20.0.1:6443"));
-    }
-    let balancer = Balancer::start(&cluster.addresses());
-    let as_balancer = |config: &mut Config| config.upstreams[0].kind = EndpointKind::Balancer;
-    let rig = Rig::in_front_of(cluster, balancer, as_balancer).await;
-    until("two sets of connections are ready", async || {
-        let endpoints = rig.proxy.endpoints().await;
-        endpoints.len() == 2 && endpoints.iter().all(|one| one["state"] == "ready")
-    })
-    .await;
+    let rig = Rig::indistinct(|_| {}).await;
     assert_eq!(rig.behind().await["kind"], "indistinct");
-    let path = rig.cluster.watch_path();
-    let mut watches = Vec::new();
-    for _ in 0..12 {
-        watches.push(WatchRecorder::start(&rig.client, &path).await);
-    }
-    // The one that has most of the watches.
-    let sick = (0..3).max_by_key(|server| rig.cluster.watches(*server)).unwrap();
-    assert_ne!(rig.cluster.watches(sick), 0);
+    let (watches, sick) = rig.watches(12).await;
     rig.cluster.servers[sick].set_faults(|faults| faults.unready = true);
     until("its watches have left", async || rig.cluster.watches(sick) == 0).await;
     until("no request reaches it", async || rig.spread(20).await[sick] == 0).await;
@@ -281,6 +294,26 @@ async fn connections_are_judged_each_if_backends_cannot_be_told_apart() {
     while start.elapsed() < Duration::from_secs(3) {
         rig.spread(10).await;
     }
+    assert_eq!(watches.iter().filter(|watch| watch.end().is_some()).count(), 0);
+}
+
+/// A process that stands still for three seconds answers neither a PING nor the probe in time.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn connection_whose_probe_had_no_answer_is_judged_again() {
+    let rig = Rig::indistinct(|config| {
+        let health = &mut config.upstreams[0].health;
+        health.suspect_after = None;
+        let readyz = &mut health.readyz;
+        (readyz.interval, readyz.timeout) = (Duration::from_millis(200), Duration::from_secs(1));
+    })
+    .await;
+    let (watches, sick) = rig.watches(12).await;
+    rig.cluster.servers[sick].stop();
+    pause(Duration::from_secs(3)).await;
+    rig.cluster.servers[sick].cont();
+    assert_ne!(rig.cluster.watches(sick), 0, "its watches have not left");
+    rig.cluster.servers[sick].set_faults(|faults| faults.unready = true);
+    until("its watches have left", async || rig.cluster.watches(sick) == 0).await;
     assert_eq!(watches.iter().filter(|watch| watch.end().is_some()).count(), 0);
 }
 

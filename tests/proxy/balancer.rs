@@ -44,7 +44,7 @@ impl Rig {
         Self { cluster, balancer, proxy, client }
     }
 
-    /// Behind the balancer are three servers that cannot be told apart, as those of HyperShift.
+    /// Behind the balancer are three servers that cannot be told apart, as those of a hosted control plane.
     async fn indistinct(change: impl FnOnce(&mut Config)) -> Self {
         let cluster = TestCluster::with_one_certificate(3, |options, _| options);
         for server in &cluster.servers {

@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use crate::support::versioned_client::{OBJECT, VersionedClient, get, list};
 use crate::support::wait::until_within;
 use crate::support::watch_recorder::WatchRecorder;
 use crate::support::{
@@ -18,13 +19,9 @@ use http::request::Parts;
 use http::{Method, StatusCode};
 use jackstay::control::saved_floors;
 use jackstay_apiserver::ScriptedResponse;
-use jackstay_apiserver::client::Client;
 use jackstay_apiserver::kinds::{CONFIG_MAPS, ObjectRef};
 use jackstay_config::{Config, ConsistentReads};
-use serde_json::{Value, json};
-
-/// The object of which servers have an old version.
-const OBJECT: &str = "/api/v1/namespaces/default/configmaps/m";
+use serde_json::json;
 
 /// The watch cache of one server.
 #[derive(Default)]
@@ -79,8 +76,7 @@ struct Setup {
     cluster: TestCluster,
     caches: Vec<Arc<Cache>>,
     proxy: Proxy,
-    client: Client,
-    written: u64,
+    client: VersionedClient,
 }
 
 impl Setup {
@@ -104,20 +100,8 @@ impl Setup {
                 faults.on_request = Some(Arc::new(move |request| cache.answer(request)));
             });
         }
-        let mut setup = Self { cluster, caches, proxy, client, written: 0 };
-        setup.write().await;
-        setup
-    }
-
-    /// Writes the object through jackstay. Returns its version.
-    async fn write(&mut self) -> u64 {
-        self.written += 1;
-        let value = config_map("m", &self.written.to_string());
-        let reply = match self.written {
-            1 => self.client.post(CONFIGMAPS, &value).await,
-            _ => self.client.put(OBJECT, &value).await,
-        };
-        version(&serde_json::from_slice(&reply.unwrap().body).unwrap())
+        let client = VersionedClient::create(client).await;
+        Self { cluster, caches, proxy, client }
     }
 
     /// The caches of these servers stand still at the present version of the cluster.
@@ -138,17 +122,11 @@ impl Setup {
         }
     }
 
-    async fn read(&self, target: &str) -> u64 {
-        let reply = self.client.get(target).await.unwrap();
-        assert_eq!(reply.status, StatusCode::OK, "{target}: {:?}", reply.body);
-        version(&serde_json::from_slice(&reply.body).unwrap())
-    }
-
     /// The number of reads that are older than the one before.
     async fn count_back(&self, target: &str, reads: usize) -> usize {
         let (mut last, mut back) = (0, 0);
         for _ in 0..reads {
-            let version = self.read(target).await;
+            let version = self.client.read(target).await;
             back += usize::from(version < last);
             last = version;
         }
@@ -166,24 +144,12 @@ impl Setup {
     }
 }
 
-fn version(object: &Value) -> u64 {
-    object["metadata"]["resourceVersion"].as_str().unwrap().parse().unwrap()
-}
-
-fn list() -> String {
-    format!("{CONFIGMAPS}?resourceVersion=0")
-}
-
-fn get() -> String {
-    format!("{OBJECT}?resourceVersion=0")
-}
-
 #[tokio::test]
 async fn reads_with_one_lagging_cache_never_go_back() {
     let mut setup = Setup::new(ConsistentReads::Floor).await;
     for target in [list(), get()] {
         setup.freeze(&[0]);
-        setup.write().await;
+        setup.client.write().await;
         assert_eq!(setup.count_back(&target, 100).await, 0, "{target}");
     }
     let reads = setup.take_reads(0);
@@ -198,15 +164,15 @@ async fn reads_with_a_lagging_cache_go_back_without_floors() {
     let mut setup = Setup::new(ConsistentReads::Off).await;
     for target in [list(), get()] {
         setup.freeze(&[0]);
-        let written = setup.write().await;
+        let written = setup.client.write().await;
         setup.delay(&[0]);
         until_within(6 * PATIENCE, "a read is answered by another cache", async || {
-            setup.read(&target).await == written
+            setup.client.read(&target).await == written
         })
         .await;
         setup.delay(&[1, 2]);
         until_within(6 * PATIENCE, "a read goes back", async || {
-            setup.read(&target).await < written
+            setup.client.read(&target).await < written
         })
         .await;
     }
@@ -216,10 +182,10 @@ async fn reads_with_a_lagging_cache_go_back_without_floors() {
 async fn floor_of_a_client_counts_on_its_next_connection() {
     let mut setup = Setup::new(ConsistentReads::Floor).await;
     setup.freeze(&[0, 1]);
-    let written = setup.write().await;
+    let written = setup.client.write().await;
     for _ in 0..20 {
-        setup.client = setup.proxy.client().await;
-        assert_eq!(setup.read(&get()).await, written);
+        setup.client = VersionedClient::new(setup.proxy.client().await);
+        assert_eq!(setup.client.read(&get()).await, written);
     }
 }
 
@@ -236,8 +202,8 @@ async fn floor_of_a_client_counts_after_a_restart() {
     // Until the file was read and written at the start, no client has a key.
     until("clients have keys", async || file.exists()).await;
     setup.freeze(&[0, 1]);
-    let written = setup.write().await;
-    let Setup { cluster, caches, proxy, client, written: count } = setup;
+    let written = setup.client.write().await;
+    let Setup { cluster, caches, proxy, client } = setup;
     drop(client);
     // The drain writes the file.
     tokio::task::spawn_blocking(move || proxy.running.stop()).await.unwrap();
@@ -247,19 +213,19 @@ async fn floor_of_a_client_counts_after_a_restart() {
     .await;
     assert_eq!(fs::metadata(&file).unwrap().permissions().mode() & 0o777, 0o600);
     let proxy = cluster.start_with(change).await;
-    let client = proxy.client().await;
-    let setup = Setup { cluster, caches, proxy, client, written: count };
+    let client = VersionedClient::new(proxy.client().await);
+    let setup = Setup { cluster, caches, proxy, client };
     for _ in 0..20 {
-        assert_eq!(setup.read(&get()).await, written);
+        assert_eq!(setup.client.read(&get()).await, written);
     }
 }
 
 #[tokio::test]
 async fn rewritten_reads_keep_what_the_client_asked_for() {
     let mut setup = Setup::new(ConsistentReads::Floor).await;
-    let written = setup.write().await;
+    let written = setup.client.write().await;
     let target = format!("{CONFIGMAPS}?limit=500&resourceVersion=0&labelSelector=a");
-    setup.read(&target).await;
+    setup.client.read(&target).await;
     let all: Vec<_> = (0..3).flat_map(|server| setup.take_reads(server)).collect();
     let expected = format!(
         "{CONFIGMAPS}?limit=500&resourceVersion={written}&labelSelector=a&resourceVersionMatch=NotOlderThan"
@@ -267,11 +233,11 @@ async fn rewritten_reads_keep_what_the_client_asked_for() {
     assert_eq!(all, [expected], "the answer to the write shows nothing about any cache");
     assert_eq!(setup.floors("applied").await, 1);
     // The endpoint that answered is known to have reached the floor now.
-    setup.read(&target).await;
+    setup.client.read(&target).await;
     let all: Vec<_> = (0..3).flat_map(|server| setup.take_reads(server)).collect();
     assert_eq!(all, [target]);
     // A list of etcd may have a version that a cache reaches only later.
-    let most_recent = setup.read(CONFIGMAPS).await;
+    let most_recent = setup.client.read(CONFIGMAPS).await;
     assert!(most_recent >= written);
 }
 
@@ -279,15 +245,15 @@ async fn rewritten_reads_keep_what_the_client_asked_for() {
 async fn floor_that_no_server_has_reached_is_lowered_once() {
     let mut setup = Setup::new(ConsistentReads::Floor).await;
     let old = setup.freeze(&[0, 1, 2]);
-    let seen = setup.write().await;
+    let seen = setup.client.write().await;
     assert!(seen > old);
-    assert_eq!(setup.read(&list()).await, old, "all servers went back");
+    assert_eq!(setup.client.read(&list()).await, old, "all servers went back");
     let counts = [setup.floors("fallen_back").await, setup.floors("reset").await];
     assert_eq!(counts, [1, 1]);
     let before: usize = (0..3).map(|server| setup.take_reads(server).len()).sum();
     assert_eq!(before, 4, "each server is asked once, and then one gets the original request");
     for _ in 0..10 {
-        assert_eq!(setup.read(&list()).await, old);
+        assert_eq!(setup.client.read(&list()).await, old);
     }
     let after: usize = (0..3).map(|server| setup.take_reads(server).len()).sum();
     assert_eq!(after, 10);
@@ -299,7 +265,7 @@ async fn explicit_version_that_a_server_has_not_reached_is_asked_of_one_other() 
     let mut setup = Setup::new(ConsistentReads::Floor).await;
     for (frozen, status, most) in [(&[0][..], 200, 2), (&[0, 1, 2], 504, 2)] {
         setup.freeze(frozen);
-        let written = setup.write().await;
+        let written = setup.client.write().await;
         for target in [
             format!("{CONFIGMAPS}?resourceVersion={written}"),
             format!("{OBJECT}?resourceVersion={written}"),
@@ -336,7 +302,7 @@ async fn events_of_a_watch_raise_the_floor_of_its_client() {
         })
         .await;
         (0..3).for_each(|server| drop(setup.take_reads(server)));
-        assert_eq!(setup.read(&target).await, seen, "{target}");
+        assert_eq!(setup.client.read(&target).await, seen, "{target}");
         let reads: Vec<_> = (0..3).flat_map(|server| setup.take_reads(server)).collect();
         let path = target.split_once('?').unwrap().0;
         assert_eq!(reads, [format!("{path}?resourceVersion={seen}{with_floor}")]);
@@ -351,11 +317,11 @@ async fn version_of_a_most_recent_list_says_nothing_about_the_cache() {
     let object = ObjectRef { kind: &CONFIG_MAPS, namespace: "default", name: "m" };
     let change = |_: &_| Ok(config_map("m", "of another client"));
     let written = setup.cluster.state.modify(object, false, change).unwrap().version;
-    assert_eq!(setup.read(CONFIGMAPS).await, written);
+    assert_eq!(setup.client.read(CONFIGMAPS).await, written);
     for read in 0..10 {
-        assert_eq!(setup.read(&list()).await, written, "list {read}");
+        assert_eq!(setup.client.read(&list()).await, written, "list {read}");
     }
-    assert_eq!(setup.read(&get()).await, written);
+    assert_eq!(setup.client.read(&get()).await, written);
 }
 
 /// When the caches of all ready endpoints have the events of a most-recent list, nothing is asked of etcd any more,
@@ -370,12 +336,12 @@ async fn lists_come_from_caches_again_some_seconds_after_a_most_recent_list() {
         setup.cluster.state.modify(object, false, change).unwrap().version
     };
     let mut last = write(0);
-    assert_eq!(setup.read(CONFIGMAPS).await, last);
+    assert_eq!(setup.client.read(CONFIGMAPS).await, last);
     let (begun, mut from_etcd) = (Instant::now(), 0);
     until_within(2 * PATIENCE, "lists come from a cache", async || {
         (0..3).for_each(|server| drop(setup.take_reads(server)));
         write(from_etcd + 1);
-        let version = setup.read(&list()).await;
+        let version = setup.client.read(&list()).await;
         let reads: Vec<_> = (0..3).flat_map(|server| setup.take_reads(server)).collect();
         let from_cache =
             reads.iter().all(|read| read.contains("resourceVersion=") && !read.contains("Exact"));
@@ -406,10 +372,10 @@ async fn list_is_most_recent_when_the_only_cache_is_older_than_a_list() {
     let object = ObjectRef { kind: &CONFIG_MAPS, namespace: "default", name: "m" };
     let change = |_: &_| Ok(config_map("m", "of another client"));
     let written = setup.cluster.state.modify(object, false, change).unwrap().version;
-    assert_eq!(setup.read(CONFIGMAPS).await, written);
+    assert_eq!(setup.client.read(CONFIGMAPS).await, written);
     setup.take_reads(0);
     for read in 0..5 {
-        assert_eq!(setup.read(&list()).await, written, "list {read}");
+        assert_eq!(setup.client.read(&list()).await, written, "list {read}");
     }
     let unchanged = setup.take_reads(0).iter().filter(|read| **read == list()).count();
     assert_eq!((unchanged, setup.floors("reset").await), (1, 0));
@@ -457,7 +423,7 @@ async fn list_after_a_most_recent_list_is_sent_unchanged_only_if_it_can_be_compa
 async fn watch_list_starts_with_the_floor_or_where_it_is_known_to_be_reached() {
     let mut setup = Setup::new(ConsistentReads::Floor).await;
     setup.freeze(&[0, 1]);
-    let written = setup.write().await;
+    let written = setup.client.write().await;
     let target = format!(
         "{CONFIGMAPS}?watch=1&sendInitialEvents=true&resourceVersionMatch=NotOlderThan\
          &allowWatchBookmarks=true&resourceVersion=0"
@@ -481,7 +447,7 @@ async fn watch_list_starts_with_the_floor_or_where_it_is_known_to_be_reached() {
 async fn watch_list_that_is_started_again_keeps_its_floor() {
     let mut setup = Setup::new(ConsistentReads::Floor).await;
     setup.freeze(&[0, 1]);
-    let written = setup.write().await;
+    let written = setup.client.write().await;
     let target = format!(
         "{CONFIGMAPS}?watch=1&sendInitialEvents=true&resourceVersionMatch=NotOlderThan\
          &allowWatchBookmarks=true&resourceVersion=0"

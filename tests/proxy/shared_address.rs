@@ -3,12 +3,11 @@
 //! cache says nothing about the next one.
 
 use crate::support::balancer::Balancer;
+use crate::support::versioned_client::{OBJECT, VersionedClient, get, list};
 use crate::support::wait::until_within;
 use crate::support::{
     CONFIGMAPS, PATIENCE, Proxy, TestCluster, config_map, join_all, pause, until, without_suspicion,
 };
-use http::StatusCode;
-use jackstay_apiserver::client::Client;
 use jackstay_apiserver::kinds::{CONFIG_MAPS, ObjectRef};
 use jackstay_apiserver::{ApiServerHandle, Options, RequestHook, ScriptedResponse};
 use jackstay_config::{Config, EndpointKind};
@@ -18,7 +17,6 @@ use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
-const OBJECT: &str = "/api/v1/namespaces/default/configmaps/m";
 /// A cache that has this lag stands still.
 const STANDS_STILL: Duration = Duration::from_secs(3600);
 
@@ -26,8 +24,7 @@ struct Rig {
     cluster: TestCluster,
     balancer: Balancer,
     proxy: Proxy,
-    client: Client,
-    written: usize,
+    client: VersionedClient,
 }
 
 impl Rig {
@@ -46,28 +43,8 @@ impl Rig {
         }
         let balancer = Balancer::start(&cluster.addresses());
         let proxy = cluster.start_behind(balancer.address, change).await;
-        let client = proxy.client().await;
-        let mut rig = Self { cluster, balancer, proxy, client, written: 0 };
-        rig.write().await;
-        rig
-    }
-
-    /// Writes the object through jackstay. Returns its version.
-    async fn write(&mut self) -> u64 {
-        self.written += 1;
-        let value = config_map("m", &self.written.to_string());
-        let reply = match self.written {
-            1 => self.client.post(CONFIGMAPS, &value).await,
-            _ => self.client.put(OBJECT, &value).await,
-        };
-        version(&serde_json::from_slice(&reply.unwrap().body).unwrap())
-    }
-
-    /// Reads a target, of any version. Returns the version of the object or list.
-    async fn read(&self, target: &str) -> u64 {
-        let reply = self.client.get(target).await.unwrap();
-        assert_eq!(reply.status, StatusCode::OK, "{target}: {:?}", reply.body);
-        version(&serde_json::from_slice(&reply.body).unwrap())
+        let client = VersionedClient::create(proxy.client().await).await;
+        Self { cluster, balancer, proxy, client }
     }
 
     /// The server that the connection of the client's requests has reached.
@@ -100,27 +77,15 @@ fn answer(body: &Value) -> ScriptedResponse {
     response
 }
 
-fn version(object: &Value) -> u64 {
-    object["metadata"]["resourceVersion"].as_str().unwrap().parse().unwrap()
-}
-
-fn list() -> String {
-    format!("{CONFIGMAPS}?resourceVersion=0")
-}
-
-fn get() -> String {
-    format!("{OBJECT}?resourceVersion=0")
-}
-
 /// The cache that the requests reach stands still, as that of an apiserver which is cut off from etcd.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn floor_that_a_cache_has_not_reached_is_asked_of_another_connection() {
     for target in [get(), list()] {
         let mut rig = Rig::start(2, |_| {}).await;
-        rig.read(&target).await;
+        rig.client.read(&target).await;
         rig.serving().await.set_faults(|faults| faults.cache_lag = Some(STANDS_STILL));
-        let written = rig.write().await;
-        assert_eq!(rig.read(&target).await, written, "{target}");
+        let written = rig.client.write().await;
+        assert_eq!(rig.client.read(&target).await, written, "{target}");
         assert_eq!(rig.floors("redirected").await, 1, "{target}");
         rig.expect_floors_kept().await;
     }
@@ -131,8 +96,8 @@ async fn floor_that_a_cache_has_not_reached_is_asked_of_another_connection() {
 async fn explicit_version_that_a_cache_has_not_reached_is_asked_of_another_connection() {
     let mut rig = Rig::start(2, |_| {}).await;
     rig.serving().await.set_faults(|faults| faults.cache_lag = Some(STANDS_STILL));
-    let written = rig.write().await;
-    assert_eq!(rig.read(&format!("{OBJECT}?resourceVersion={written}")).await, written);
+    let written = rig.client.write().await;
+    assert_eq!(rig.client.read(&format!("{OBJECT}?resourceVersion={written}")).await, written);
     assert_eq!(rig.floors("redirected").await, 1);
 }
 
@@ -143,8 +108,8 @@ async fn most_recent_state_is_read_when_no_cache_has_reached_the_floor() {
     for server in &rig.cluster.servers {
         server.set_faults(|faults| faults.cache_lag = Some(STANDS_STILL));
     }
-    let written = rig.write().await;
-    assert_eq!(rig.read(&get()).await, written);
+    let written = rig.client.write().await;
+    assert_eq!(rig.client.read(&get()).await, written);
     let asked = [rig.floors("redirected").await, rig.floors("most_recent").await];
     assert_eq!(asked, [1, 1]);
     rig.expect_floors_kept().await;
@@ -156,7 +121,7 @@ async fn caches_that_differ_by_200_ms_neither_turn_back_a_read_nor_lower_a_floor
     let mut rig = Rig::start(2, |config| config.upstreams[0].connections.min = 4).await;
     rig.cluster.servers[1].set_faults(|faults| faults.cache_lag = Some(Duration::from_millis(200)));
     until("both servers are asked", async || {
-        join_all((0..16).map(|_| rig.read(CONFIGMAPS))).await;
+        join_all((0..16).map(|_| rig.client.read(CONFIGMAPS))).await;
         let records = rig.cluster.state.audit().records();
         let asked = |server: &ApiServerHandle| {
             records.iter().any(|r| r.server == server.name() && r.path == CONFIGMAPS)
@@ -166,11 +131,11 @@ async fn caches_that_differ_by_200_ms_neither_turn_back_a_read_nor_lower_a_floor
     .await;
     let mut back = Vec::new();
     for turn in 0..10 {
-        let written = rig.write().await;
-        rig.read(&list()).await;
+        let written = rig.client.write().await;
+        rig.client.read(&list()).await;
         // At the same time, so that the load makes jackstay use both connections.
         let targets: Vec<_> = (0..16).map(|n| if n % 2 == 0 { get() } else { list() }).collect();
-        let versions = join_all(targets.iter().map(|target| rig.read(target))).await;
+        let versions = join_all(targets.iter().map(|target| rig.client.read(target))).await;
         let older = targets.iter().zip(versions).filter(|(_, version)| *version < written);
         back.extend(older.map(|(target, version)| (turn, target.clone(), version, written)));
     }
@@ -195,8 +160,8 @@ async fn old_revision_on_one_connection_is_no_restore() {
         })
     });
     until_within(3 * PATIENCE, "the revision was read", async || {
-        rig.write().await;
-        rig.read(&list()).await;
+        rig.client.write().await;
+        rig.client.read(&list()).await;
         let records = rig.cluster.state.audit().records();
         records.iter().filter(|record| record.path == "/api/v1/services?limit=1").count() >= 2
     })
@@ -237,18 +202,17 @@ async fn floor_that_no_member_has_reached_is_not_lowered() {
         endpoints.len() == 2 && endpoints.iter().all(|one| one["state"] == "ready")
     })
     .await;
-    let client = proxy.client().await;
-    let mut rig = Rig { cluster, balancer, proxy, client, written: 0 };
-    rig.write().await;
+    let client = VersionedClient::create(proxy.client().await).await;
+    let rig = Rig { cluster, balancer, proxy, client };
     for server in &rig.cluster.servers {
         server.set_faults(|faults| faults.cache_lag = Some(STANDS_STILL));
     }
     let object = ObjectRef { kind: &CONFIG_MAPS, namespace: "default", name: "m" };
     let change = |_: &_| Ok(config_map("m", "of another client"));
     let written = rig.cluster.state.modify(object, false, change).unwrap().version;
-    assert_eq!(rig.read(OBJECT).await, written, "a most-recent read");
+    assert_eq!(rig.client.read(OBJECT).await, written, "a most-recent read");
     for target in [get(), list()] {
-        assert!(rig.read(&target).await >= written, "{target}");
+        assert!(rig.client.read(&target).await >= written, "{target}");
     }
     rig.expect_floors_kept().await;
 }

@@ -4,6 +4,7 @@
 
 pub mod balancer;
 pub mod long_path;
+pub mod versioned_client;
 
 #[allow(unused_imports)] // each test crate uses a part
 pub use futures_util::future::join_all;

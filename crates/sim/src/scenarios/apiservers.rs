@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::common::{BOOKMARKS, MS, READS, SECOND, clients, start};
+use super::common::{BOOKMARKS, MS, OUTAGE_OF_TEN_SECONDS, READS, SECOND, clients, start};
 use crate::faults::FaultKind;
 use crate::invariants::{GroupPromises, Promises};
 use crate::scenario::{Role, Scenario, Sim};
@@ -172,16 +172,7 @@ pub(super) const SCENARIOS: &[Scenario] = &[
             sim
         },
         time: Duration::from_secs(30),
-        promises: Promises {
-            failed_reads: u64::MAX,
-            slowest_read: Duration::from_millis(1_500),
-            failed_writes: u64::MAX,
-            silence: Duration::from_secs(20),
-            // The watch caches have no history, so a cursor that no apiserver has any more is answered with 410.
-            relists: 8,
-            lease: Duration::from_secs(25),
-            ..READS
-        },
+        promises: OUTAGE_OF_TEN_SECONDS,
     },
     Scenario {
         name: "goaway",

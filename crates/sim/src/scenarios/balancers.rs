@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::common::{MS, READS, SECOND, clients, start};
+use super::common::{MS, OUTAGE_OF_TEN_SECONDS, READS, SECOND, clients, start};
 use crate::balancer::{Balancer, Distinction};
 use crate::faults::FaultKind;
 use crate::invariants::Promises;
@@ -20,6 +20,15 @@ const SEARCHES: u64 = 120;
 const OUTAGE: u64 = 250;
 /// The same when no backend is lost: a survey, and connects until each class has reached both endpoints.
 const STARTS: u64 = 60;
+
+/// Promises while one backend is killed, whose connections end at once.
+const KILLED: Promises = Promises {
+    slowest_read: Duration::from_millis(300),
+    silence: SECOND,
+    watches_ended: 0,
+    connects: SEARCHES,
+    ..READS
+};
 
 /// The scenarios.
 pub(super) const SCENARIOS: &[Scenario] = &[
@@ -43,13 +52,7 @@ pub(super) const SCENARIOS: &[Scenario] = &[
         about: "SIGKILL of one of three apiservers behind a balancer without health checks, which refuses connects from then on",
         sim: |seed| faulty(seed, Balancer::UNCHECKED, FaultKind::Kill),
         time: Duration::from_secs(20),
-        promises: Promises {
-            slowest_read: Duration::from_millis(300),
-            silence: SECOND,
-            watches_ended: 0,
-            connects: SEARCHES,
-            ..READS
-        },
+        promises: KILLED,
     },
     Scenario {
         name: "balancer-hang",
@@ -98,13 +101,7 @@ pub(super) const SCENARIOS: &[Scenario] = &[
             sim.until(start(seed) + 12 * SECOND)
         },
         time: Duration::from_secs(30),
-        promises: Promises {
-            slowest_read: Duration::from_millis(300),
-            silence: SECOND,
-            watches_ended: 0,
-            connects: SEARCHES,
-            ..READS
-        },
+        promises: KILLED,
     },
     Scenario {
         name: "balancer-shared-certificate",
@@ -243,17 +240,7 @@ pub(super) const SCENARIOS: &[Scenario] = &[
             })
         },
         time: Duration::from_secs(30),
-        promises: Promises {
-            failed_reads: u64::MAX,
-            slowest_read: Duration::from_millis(1_500),
-            failed_writes: u64::MAX,
-            silence: Duration::from_secs(20),
-            // The watch caches have no history after the start.
-            relists: 8,
-            lease: Duration::from_secs(25),
-            connects: OUTAGE,
-            ..READS
-        },
+        promises: Promises { connects: OUTAGE, ..OUTAGE_OF_TEN_SECONDS },
     },
     Scenario {
         name: "balancer-sticky",

@@ -49,3 +49,15 @@ pub(super) const READS: Promises = Promises {
     connects: u64::MAX,
     group: GroupPromises::NONE,
 };
+
+/// While no apiserver runs for 10 s.
+pub(super) const OUTAGE_OF_TEN_SECONDS: Promises = Promises {
+    failed_reads: u64::MAX,
+    slowest_read: Duration::from_millis(1_500),
+    failed_writes: u64::MAX,
+    silence: Duration::from_secs(20),
+    // The watch caches have no history after the start, so a cursor that no apiserver has any more is answered with 410.
+    relists: 8,
+    lease: Duration::from_secs(25),
+    ..READS
+};

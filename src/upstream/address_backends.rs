@@ -15,7 +15,7 @@ use tokio::sync::Notify;
 /// How long an answer counts that an apiserver is ready. Longer than any probe.
 const READY_MEMORY: Duration = Duration::from_secs(60);
 
-/// The time in which only the first connection that is left is a warning.
+/// How long a connection that was left counts: a further one is no warning, and new ones are asked more.
 const LEFT_WINDOW: Duration = Duration::from_secs(60);
 
 /// The addresses of one upstream. The control plane writes what is behind them.
@@ -142,6 +142,11 @@ impl AddressBackends {
         let now = clock::now();
         let before = lock(&self.left_at).replace(now);
         before.is_none_or(|at| now >= at + LEFT_WINDOW)
+    }
+
+    /// Whether a connection was left in the last minute because its apiserver was not ready.
+    pub fn was_one_left(&self) -> bool {
+        lock(&self.left_at).is_some_and(|at| clock::now() < at + LEFT_WINDOW)
     }
 
     /// Whether another connect may be made for the endpoint with this label, which the one before has not reached.

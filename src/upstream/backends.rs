@@ -20,6 +20,7 @@ use super::credentials::ClientTls;
 use super::dial::{DialedConnection, UpstreamStream, certificate_hash, dial_h2, dial_http1};
 use super::endpoint::{ConnectFailure, ConnectFailureKind, ConnectTimeout, Endpoint};
 use super::question;
+use super::readyz_question::LIVEZ;
 use super::shared::Upstream;
 
 /// How long an apiserver may take to answer on a new connection.
@@ -104,10 +105,10 @@ pub async fn dial_backend(
     // They stay open until the search ends: a balancer that prefers the apiserver with the fewest connections (`leastconn`)
     // would otherwise choose the same one again.
     let others = RefCell::new(Vec::new());
-    let readyz_path = &*config.health.readyz.path;
+    let paths = asked_paths(upstream, endpoint, &config.health.readyz.path);
     search(upstream, endpoint, limit, async |limit| {
         let mut dialed = dial_h2(&connector, endpoint, tls, limit, max_streams).await?;
-        match Box::pin(reached(&mut dialed, (endpoint, readyz_path), credential)).await {
+        match Box::pin(reached(&mut dialed, (endpoint, &paths), credential)).await {
             Reached::Wanted => return Ok(Some(dialed)),
             // When none is ready, one that is not is better than none.
             Reached::Other if endpoint.is_indistinct() && others.borrow().len() >= MAX_UNREADY => {
@@ -219,35 +220,49 @@ fn reached_others(endpoint: &Endpoint, tries: usize) -> ConnectFailure {
     ConnectFailure::new(ConnectFailureKind::Failed, reason)
 }
 
-/// What a new connection has reached, by the feature by which the backend of its endpoint is recognised.
+/// What a new connection is asked, by the feature by which the backend of its endpoint is recognised. While an apiserver
+/// is not ready, one that cannot be told apart from it is also asked [`LIVEZ`], whose checks include etcd.
+fn asked_paths<'a>(upstream: &Upstream, endpoint: &Endpoint, readyz_path: &'a str) -> Vec<&'a str> {
+    match endpoint.backend.as_ref().map(|backend| &backend.id) {
+        None | Some(BackendId::Certificate(_)) => Vec::new(),
+        Some(BackendId::Address(_)) => vec!["/api"],
+        Some(BackendId::Indistinct(_)) if upstream.backends.was_one_left() => {
+            vec![readyz_path, LIVEZ]
+        }
+        Some(BackendId::Indistinct(_)) => vec![readyz_path],
+    }
+}
+
+/// What a new connection has reached, by its answers for these paths.
 async fn reached(
     dialed: &mut DialedConnection,
-    (endpoint, readyz_path): (&Endpoint, &str),
+    (endpoint, paths): (&Endpoint, &[&str]),
     credential: &QuestionCredential,
 ) -> Reached {
     let Some(backend) = &endpoint.backend else { return Reached::Wanted };
-    let path = match backend.id {
-        BackendId::Certificate(_) => None,
-        BackendId::Address(_) => Some("/api"),
-        BackendId::Indistinct(_) => Some(readyz_path),
-    };
-    let mut answer = None;
-    if let Some(path) = path {
+    if let BackendId::Certificate(certificate) = backend.id {
+        return if certificate == dialed.certificate { Reached::Wanted } else { Reached::Other };
+    }
+    for path in paths {
         let Some(token) = credential.token() else { return Reached::Unknown };
         // One that does not answer is not taken.
-        answer = ask(dialed, question::get(endpoint, path, token)).await;
-        match &answer {
-            Some((StatusCode::UNAUTHORIZED, _)) => return Reached::Refused,
-            Some((StatusCode::FORBIDDEN, _)) => return Reached::Unknown,
-            _ => {}
+        let Some(answer) = ask(dialed, question::get(endpoint, path, token)).await else {
+            return Reached::Other;
+        };
+        let is_wanted = match (answer.0, &backend.id) {
+            (StatusCode::UNAUTHORIZED, _) => return Reached::Refused,
+            (StatusCode::FORBIDDEN, _) => return Reached::Unknown,
+            (_, BackendId::Address(address)) => address_in(answer).as_ref() == Some(address),
+            // Kubernetes before 1.16 has no such path.
+            (status, _) => {
+                status == StatusCode::OK || status == StatusCode::NOT_FOUND && *path == LIVEZ
+            }
+        };
+        if !is_wanted {
+            return Reached::Other;
         }
     }
-    let is_wanted = match &backend.id {
-        BackendId::Certificate(certificate) => *certificate == dialed.certificate,
-        BackendId::Address(address) => answer.and_then(address_in).as_ref() == Some(address),
-        BackendId::Indistinct(_) => answer.is_some_and(|(status, _)| status == StatusCode::OK),
-    };
-    if is_wanted { Reached::Wanted } else { Reached::Other }
+    Reached::Wanted
 }
 
 /// The address that the apiserver advertises in this answer.

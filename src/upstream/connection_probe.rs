@@ -10,7 +10,8 @@
 //! | no answer, and the connection is suspect | none: the connection has failed, not its apiserver. If it recovers, it is probed again |
 //!
 //! All such connections together are probed once in an interval, so that an apiserver is not asked more often than by
-//! nodes that know the addresses of all apiservers. A connection whose class has no credential for questions is not probed.
+//! nodes that know the addresses of all apiservers. A new one is probed at once if another was left in the last minute. A
+//! connection whose class has no credential for questions is not probed.
 
 use std::pin::pin;
 use std::rc::Rc;
@@ -59,6 +60,10 @@ async fn run(
     // The connection was opened after an answer to `/readyz`.
     prober.received(Response::Ready, rules(upstream));
     prober.plan(Response::Ready, true, rules(upstream), fastrand::f64());
+    if upstream.backends.was_one_left() {
+        // It may have reached the same apiserver, and was taken because no other was found.
+        prober.requested(ProbeTrigger::Confirmation, rules(upstream));
+    }
     loop {
         tokio::select! {
             () = sleep_until(prober.next_at().into()) => {}

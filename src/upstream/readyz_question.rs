@@ -16,7 +16,7 @@ use super::question::fetch;
 
 /// The path whose checks include etcd. Since Kubernetes 1.36, `/readyz` has no check of etcd: an apiserver without
 /// etcd keeps answering it with 200, while `/livez` gets 500 after the 2 s of `--etcd-healthcheck-timeout`.
-const LIVEZ: &str = "/livez";
+pub(super) const LIVEZ: &str = "/livez";
 
 /// The result of a probe.
 #[derive(Debug, Clone, PartialEq, Eq)]

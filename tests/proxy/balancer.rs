@@ -317,6 +317,25 @@ async fn connection_whose_probe_had_no_answer_is_judged_again() {
     assert_eq!(watches.iter().filter(|watch| watch.end().is_some()).count(), 0);
 }
 
+/// Its `/readyz` is ok, as that of Kubernetes 1.36 without etcd.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn new_connection_to_an_apiserver_without_etcd_is_left() {
+    let rig = Rig::indistinct(|_| {}).await;
+    let (watches, sick) = rig.watches(12).await;
+    rig.cluster.servers[sick].set_faults(|faults| (faults.dead, faults.unready) = (true, true));
+    until("its watches have left", async || rig.cluster.watches(sick) == 0).await;
+    until("no request reaches it", async || rig.spread(20).await[sick] == 0).await;
+    rig.cluster.servers[sick].set_faults(|faults| faults.unready = false);
+    for turn in 0..8 {
+        let opened = rig.balancer.accepted();
+        rig.cluster.servers[(sick + 1 + turn % 2) % 3].reset_connections();
+        until("connections are opened", async || rig.balancer.accepted() >= opened + 2).await;
+        until("no request reaches it", async || rig.spread(20).await[sick] == 0).await;
+        until("no watch stays there", async || rig.cluster.watches(sick) == 0).await;
+    }
+    assert_eq!(watches.iter().filter(|watch| watch.end().is_some()).count(), 0);
+}
+
 /// All backends are replaced at once by others, which no endpoint is.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn whole_address_serves_while_no_backend_does() {

@@ -25,7 +25,7 @@ pub enum FaultKind {
     Kill,
     /// SIGTERM, and a restart at the end.
     ShutDown,
-    /// Requests hang and `/readyz` fails, as without etcd.
+    /// Requests hang and `/livez` fails, as without etcd. `/readyz` is ok, as since Kubernetes 1.36.
     Hang,
     /// `/readyz` fails.
     Unready,

@@ -108,7 +108,7 @@ impl Apiserver {
                 self.restart()?;
             }
             _ => self.server.set_faults(|faults| match kind {
-                FaultKind::Hang => (faults.hang, faults.unready) = (begins, begins),
+                FaultKind::Hang => (faults.hang, faults.dead) = (begins, begins),
                 FaultKind::Unready => faults.unready = begins,
                 FaultKind::Forbid => faults.rbac_empty = begins,
                 FaultKind::Slow(time) => {

@@ -9,6 +9,7 @@ pub mod path_prefix;
 mod query;
 pub mod retry;
 pub mod retry_budget;
+pub mod settlement;
 pub mod shutdown_rejection;
 pub mod start_up;
 pub mod status_error;

@@ -47,7 +47,8 @@
 //! (a heartbeat).
 //!
 //! A write that may have been executed is never sent again, and its error carries no Retry-After, because
-//! client-go re-sends every verb after a 429 or 5xx with that header.
+//! client-go re-sends every verb after a 429 or 5xx with that header. The one exception is a heartbeat that can be carried
+//! out only once ([`super::settlement`]).
 
 use super::info::RequestKind;
 use super::start_up;

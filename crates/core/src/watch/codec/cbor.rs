@@ -5,9 +5,10 @@
 //! tags.
 
 use memchr::memmem::rfind_iter;
+use serde_json::{Map, Value};
 
 use super::event::{Event, EventType, Found, INITIAL_EVENTS_END, once};
-use super::item_end::{ItemEnd, ItemHead};
+use super::item_end::{ItemEnd, ItemHead, MAX_DEPTH};
 use super::version::{HeadVersion, as_u64};
 
 /// The tag of self-described CBOR, which has no meaning (RFC 8949, section 3.4.6).
@@ -15,6 +16,7 @@ const SELF_DESCRIBED: u64 = 55_799;
 
 const BYTES: u8 = 2;
 const TEXT: u8 = 3;
+const ARRAY: u8 = 4;
 const MAP: u8 = 5;
 const TAG: u8 = 6;
 /// Initial byte that ends an item of indefinite length.
@@ -41,6 +43,13 @@ pub fn event(frame: &[u8]) -> Option<Event<'_>> {
         return None;
     }
     found.into_event(|at| ends_initial_events(Scan { bytes: frame, at }))
+}
+
+/// An object as a JSON value; `None` if it is malformed, is nested too deeply, or has something that JSON has not.
+pub(crate) fn value(bytes: &[u8]) -> Option<Value> {
+    let mut scan = Scan { bytes, at: 0 };
+    let value = scan.value(MAX_DEPTH)?;
+    (scan.at == bytes.len()).then_some(value)
 }
 
 /// The `metadata.resourceVersion` of an object, a list or a table, of which `bytes` are the beginning.
@@ -295,6 +304,49 @@ impl<'a> Scan<'a> {
             (ItemHead { major: 0, argument }, false) => u16::try_from(argument?).ok(),
             _ => None,
         }
+    }
+
+    /// Consumes an item of any type, with at most `depth` items inside each other.
+    fn value(&mut self, depth: usize) -> Option<Value> {
+        let depth = depth.checked_sub(1)?;
+        let start = self.at;
+        let (head, is_tagged) = self.item()?;
+        if is_tagged {
+            return None;
+        }
+        Some(match head {
+            ItemHead { major: 0, argument } => argument?.into(),
+            ItemHead { major: 1, argument } => (-1 - i64::try_from(argument?).ok()?).into(),
+            ItemHead { major: BYTES | TEXT, .. } => {
+                self.at = start;
+                std::str::from_utf8(self.string()?.as_slice()?).ok()?.into()
+            }
+            ItemHead { major: ARRAY, argument: mut left } => {
+                let mut items = Vec::new();
+                while left != Some(0) && !(left.is_none() && self.at_break()) {
+                    items.push(self.value(depth)?);
+                    left = left.map(|left| left - 1);
+                }
+                items.into()
+            }
+            ItemHead { major: MAP, .. } => {
+                self.at = start;
+                let mut members = Map::new();
+                self.members(|scan, key| {
+                    let key = std::str::from_utf8(key.as_slice()?).ok()?;
+                    members.insert(key.to_owned(), scan.value(depth)?);
+                    Some(())
+                })?;
+                members.into()
+            }
+            ItemHead { argument, .. } => match (self.at - start, argument?) {
+                (1, 20) => false.into(),
+                (1, 21) => true.into(),
+                (1, 22) => Value::Null,
+                (9, bits) => f64::from_bits(bits).into(),
+                _ => return None,
+            },
+        })
     }
 
     /// Skips one item of any type.

@@ -10,14 +10,14 @@
 use self::event::Event;
 use http::{StatusCode, header, response};
 
-mod cbor;
+pub(crate) mod cbor;
 pub mod error_event;
 pub mod event;
 pub mod frame;
 pub mod head;
 mod item_end;
 mod json;
-mod protobuf;
+pub(crate) mod protobuf;
 pub mod version;
 
 /// How the events of a watch response are encoded.

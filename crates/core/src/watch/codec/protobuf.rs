@@ -17,18 +17,12 @@ pub fn event(frame: &[u8]) -> Option<Event<'_>> {
     let type_name = type_name?;
     let event_type = EventType::with_name(|name| name == type_name);
     let [raw] = bytes_fields(extension?, [1])?;
-    let [_type_meta, object, content_encoding, content_type] =
-        bytes_fields(raw?.strip_prefix(MAGIC)?, [1, 2, 3, 4])?;
-    let is_empty = |field: Option<&[u8]>| field.is_none_or(<[u8]>::is_empty);
-    if !is_empty(content_encoding) || !is_empty(content_type) {
-        return None;
-    }
-    let object = object.unwrap_or_default();
+    let object = object(raw?)?;
     let mut event =
         Event { event_type, version: None, initial_events_end: false, status_code: None };
     if event_type == EventType::Error {
         for_each_field(object, |field, value| {
-            if let (6, Value::Number(code)) = (field, value) {
+            if let (6, Field::Number(code)) = (field, value) {
                 event.status_code = u16::try_from(code).ok();
             }
             Some(())
@@ -42,6 +36,15 @@ pub fn event(frame: &[u8]) -> Option<Event<'_>> {
         event.initial_events_end = ends_initial_events(metadata)?;
     }
     Some(event)
+}
+
+/// The message of an object in its envelope; `None` if that is malformed or has another encoding.
+pub(crate) fn object(bytes: &[u8]) -> Option<&[u8]> {
+    let [_type_meta, object, content_encoding, content_type] =
+        bytes_fields(bytes.strip_prefix(MAGIC)?, [1, 2, 3, 4])?;
+    let is_empty = |field: Option<&[u8]>| field.is_none_or(<[u8]>::is_empty);
+    let is_plain = is_empty(content_encoding) && is_empty(content_type);
+    is_plain.then_some(object.unwrap_or_default())
 }
 
 /// The version of an object, a list or a table, of which `bytes` are the beginning.
@@ -115,7 +118,7 @@ fn head_field<'a>(message: &mut &'a [u8]) -> Result<(u32, &'a [u8]), HeadVersion
 fn ends_initial_events(metadata: &[u8]) -> Option<bool> {
     let mut ends = false;
     for_each_field(metadata, |field, value| {
-        if let (12, Value::Bytes(entry)) = (field, value) {
+        if let (12, Field::Bytes(entry)) = (field, value) {
             let [key, value] = bytes_fields(entry, [1, 2])?;
             ends |= key == Some(INITIAL_EVENTS_END) && value == Some(b"true");
         }
@@ -125,11 +128,14 @@ fn ends_initial_events(metadata: &[u8]) -> Option<bool> {
 }
 
 /// The values of these length-delimited fields; `None` if one of them occurs twice or has another type.
-fn bytes_fields<const N: usize>(message: &[u8], fields: [u32; N]) -> Option<[Option<&[u8]>; N]> {
+pub(crate) fn bytes_fields<const N: usize>(
+    message: &[u8],
+    fields: [u32; N],
+) -> Option<[Option<&[u8]>; N]> {
     let mut found = [None; N];
     for_each_field(message, |field, value| {
         if let Some(at) = fields.iter().position(|&wanted| wanted == field) {
-            let Value::Bytes(bytes) = value else { return None };
+            let Field::Bytes(bytes) = value else { return None };
             if found[at].replace(bytes).is_some() {
                 return None;
             }
@@ -139,28 +145,32 @@ fn bytes_fields<const N: usize>(message: &[u8], fields: [u32; N]) -> Option<[Opt
     Some(found)
 }
 
-enum Value<'a> {
+/// The value of a field.
+pub(crate) enum Field<'a> {
+    /// A varint.
     Number(u64),
+    /// A length-delimited value.
     Bytes(&'a [u8]),
+    /// A value of four or eight bytes.
     Fixed,
 }
 
 /// Calls `each` for every field of a message; `None` if the message is malformed.
-fn for_each_field<'a>(
+pub(crate) fn for_each_field<'a>(
     mut message: &'a [u8],
-    mut each: impl FnMut(u32, Value<'a>) -> Option<()>,
+    mut each: impl FnMut(u32, Field<'a>) -> Option<()>,
 ) -> Option<()> {
     while !message.is_empty() {
         let tag = varint(&mut message)?;
         let field = u32::try_from(tag >> 3).ok().filter(|&field| field > 0)?;
         let value = match tag & 7 {
-            0 => Value::Number(varint(&mut message)?),
-            1 => take(&mut message, 8).map(|_| Value::Fixed)?,
+            0 => Field::Number(varint(&mut message)?),
+            1 => take(&mut message, 8).map(|_| Field::Fixed)?,
             2 => {
                 let len = usize::try_from(varint(&mut message)?).ok()?;
-                Value::Bytes(take(&mut message, len)?)
+                Field::Bytes(take(&mut message, len)?)
             }
-            5 => take(&mut message, 4).map(|_| Value::Fixed)?,
+            5 => take(&mut message, 4).map(|_| Field::Fixed)?,
             _ => return None,
         };
         each(field, value)?;

@@ -231,6 +231,11 @@ impl Metrics {
         self.registry.count(&names::RETRIES_REFUSED, &[reason], 1);
     }
 
+    /// Counts a heartbeat whose object was read: `written`, `sent_again`, `responded` or `unknown`.
+    pub fn settled(&self, outcome: &'static str) {
+        self.registry.count(&names::SETTLED, &[outcome], 1);
+    }
+
     /// Counts a hedge by its outcome. `original`, `hedge`: this attempt answered first. `failed`: both
     /// attempts failed. `over_budget`: the hedge budget was used up. `no_connection`: the pool had no other
     /// connection. `cancelled`: the request ended before its hedge had a stream.
@@ -404,6 +409,7 @@ mod tests {
         metrics.metrics_response("served");
         metrics.retried("refused_stream");
         metrics.retry_refused("unsafe");
+        metrics.settled("written");
         metrics.hedged("original");
         metrics.count_group_failure("control-plane", "10.0.0.11:6443", "metrics.k8s.io");
         let _failing = metrics.group_fails("control-plane", "10.0.0.11:6443", "metrics.k8s.io");

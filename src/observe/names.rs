@@ -118,6 +118,8 @@ table! {
         "1 while the API group fails at the endpoint, so that its requests prefer other endpoints, else 0. In the group other, the number of such groups.";
     RETRIES_REFUSED = Counter "jackstay_retries_refused_total" ["reason"] "requests",
         "Failed requests that were not retried: they may have been executed (unsafe), their body was too large to hold (not_held), or the attempts were used up (attempts).";
+    SETTLED = Counter "jackstay_settled_writes_total" ["outcome"] "requests",
+        "Heartbeats whose object was read because their outcome was unknown. written: it shows that the heartbeat was carried out, and is the answer. sent_again: the response of a second request is the answer. responded: the response has arrived nevertheless. unknown: their clients got an error.";
     HEDGES = Counter "jackstay_hedges_total" ["outcome"] "requests",
         "Hedges by outcome. original, hedge: this attempt answered first. failed: both attempts failed. over_budget: the hedge budget was used up, so no hedge was sent. no_connection: the pool had no other connection, so no hedge was sent. cancelled: the request ended before its hedge had a stream, so no hedge was sent.";
     VERSION_FLOORS = Counter "jackstay_version_floors_total" ["outcome"] "requests",

@@ -43,7 +43,7 @@ use super::consistent_reads::{RequestClient, RequestVersions};
 use super::credential_selector::{SelectedCredential, TokenProof};
 use super::forward::ForwardedRequest;
 use super::group_request::GroupRequest;
-use super::heartbeat::is_heartbeat;
+use super::heartbeat::Heartbeat;
 use super::listener_service::{CurrentService, ListenerService};
 use super::request_body::RequestBody;
 use super::response_body::{FullBody, ResponseBody};
@@ -298,7 +298,7 @@ impl ClientConnection {
                 .as_ref()
                 .map(|_| self.memory.account(service.upstream.watches.partial_frames())),
             drain: is_watch.then(|| service.drain.clone()),
-            is_heartbeat: is_heartbeat(&info, &service.heartbeats),
+            heartbeat: Heartbeat::of(&info, &service.heartbeats),
             group: GroupRequest::of(&info),
             info,
             watch,

@@ -13,6 +13,7 @@
 mod execution;
 mod facts;
 mod groups;
+mod settlement;
 mod slots;
 mod versions;
 
@@ -43,13 +44,16 @@ use super::consistent_reads::RequestVersions;
 use super::consistent_reads::learner::Learned;
 use super::drain::DrainWatcher;
 use super::group_request::GroupRequest;
+use super::heartbeat::Heartbeat;
 use super::request_body::{RequestBody, UploadTask};
 use super::response_body::{ForwardResult, FullBody, ResponseBody, StreamedBody};
 use super::upstream_client::{UpstreamClient, UpstreamResponse, release_window, until_troubled};
 use super::watch::body::{ResumeContext, WatchBody};
 use crate::observe::Outcome;
 use crate::upstream::connection::{Connection, Permit};
-use crate::upstream::pool::{ClassPool, StreamRequest, StreamRequirements, Unavailable};
+use crate::upstream::pool::{
+    ClassPool, PreviousFailure, StreamRequest, StreamRequirements, Unavailable,
+};
 use crate::upstream::resource_versions::ResourceRecord;
 use crate::upstream::version_preference::PreferredVersions;
 
@@ -67,8 +71,8 @@ pub struct ForwardedRequest {
     pub body: Option<Rc<RequestBody>>,
     /// The request in Kubernetes terms.
     pub info: RequestInfo,
-    /// Whether the request is ended early if its apiserver is not healthy ([`super::heartbeat`]).
-    pub is_heartbeat: bool,
+    /// A heartbeat is ended early if its apiserver is not healthy, and settled ([`super::heartbeat`]).
+    pub heartbeat: Option<Box<Heartbeat>>,
     /// The parameters of a watch; `None` if its frames cannot be followed, and for any other request.
     pub watch: Option<WatchRequest>,
     /// What the client may hold of the frames of its watches; `Some` if there is a `watch`.
@@ -88,18 +92,21 @@ pub struct ForwardedRequest {
 }
 
 /// A request in progress.
-struct Progress {
+struct Progress<'a> {
     attempts: Attempts,
-    outcome: Box<Outcome>,
+    /// The record of the client's request; `None` for another one on its behalf.
+    outcome: Option<&'a mut Outcome>,
     /// When the request arrived, or the hold of a new watch ended.
     requested_at: Instant,
 }
 
-impl Progress {
+impl Progress<'_> {
     /// Records the connection of the first attempt of a round.
     fn sent_to(&mut self, connection: &Connection) {
         let reused = connection.was_open(self.requested_at);
-        self.outcome.sent_to(&connection.endpoint.label, reused);
+        if let Some(outcome) = &mut self.outcome {
+            outcome.sent_to(&connection.endpoint.label, reused);
+        }
     }
 }
 
@@ -108,7 +115,7 @@ impl ForwardedRequest {
     ///
     /// # Errors
     /// See [`ForwardResult`].
-    pub async fn forward(self: Box<Self>, outcome: Box<Outcome>) -> ForwardResult {
+    pub async fn forward(self: Box<Self>, mut outcome: Box<Outcome>) -> ForwardResult {
         self.upstream.deposit();
         if self.group.is_some() {
             self.upstream.group_budget.deposit_for_group();
@@ -117,24 +124,29 @@ impl ForwardedRequest {
         let timeout = self.watch.as_ref().and_then(|watch| watch.timeout);
         let read = self.resource_versions.as_ref().map(|versions| versions.read());
         let (kind, arrival) = (self.info.kind, (requested_at, timeout));
-        let attempts = Attempts::new(kind, self.is_heartbeat, arrival, read);
-        let mut progress = Progress { attempts, outcome, requested_at };
+        let attempts = Attempts::new(kind, self.heartbeat.is_some(), arrival, read);
+        let mut progress = Progress { attempts, outcome: Some(&mut outcome), requested_at };
         let result = self.response(&mut progress).await;
-        if progress.attempts.hedges_sent() > 0 {
-            progress.outcome.hedged = true;
-        }
+        let Progress { attempts, requested_at, .. } = progress;
+        outcome.hedged |= self.is_answered_by_another(&attempts);
         match result {
-            Ok(response) => Ok(self.respond(response, progress)),
-            Err(refused) => self.refuse(*refused, progress.outcome),
+            Ok(response) => Ok(self.respond(response, &attempts, outcome, requested_at)),
+            Err(refused) => self.refuse(*refused, outcome),
         }
     }
 
     /// Waits for the response. Only the first attempt is made here, on a connection without trouble. What may follow is
     /// boxed, so that the futures of other requests do not grow by its size.
-    async fn response(&self, progress: &mut Progress) -> Result<UpstreamResponse, Box<Refused>> {
-        let permit = match self.acquire(&progress.attempts).await {
-            Ok(permit) if !self.is_heartbeat => permit,
-            acquired => return self.execute_acquired(progress, acquired).await,
+    async fn response(
+        &self,
+        progress: &mut Progress<'_>,
+    ) -> Result<UpstreamResponse, Box<Refused>> {
+        let permit = match (self.acquire(&progress.attempts).await, &self.heartbeat) {
+            (Ok(permit), None) => permit,
+            (acquired, Some(heartbeat)) if heartbeat.object.is_some() => {
+                return self.settle(progress, acquired, heartbeat).await;
+            }
+            (acquired, _) => return self.execute_acquired(progress, acquired).await,
         };
         let connection = Rc::clone(permit.connection());
         progress.sent_to(&connection);
@@ -169,7 +181,7 @@ impl ForwardedRequest {
     }
 
     /// Reports an input of the first attempt to the state machine. The caller executes the effect.
-    fn step(&self, progress: &mut Progress, input: AttemptInput) {
+    fn step(&self, progress: &mut Progress<'_>, input: AttemptInput) {
         let (now, mut rng) = (clock::now(), Rng::new());
         let effect = progress.attempts.step(input, &self.facts(None), now, &mut rng);
         debug_assert!(matches!(effect, AttemptEffect::Send { .. } | AttemptEffect::Respond { .. }));
@@ -196,6 +208,10 @@ impl ForwardedRequest {
         })?;
         if let Some(unproven) = &self.unproven {
             unproven.sent();
+        }
+        if let Some(heartbeat) = &self.heartbeat {
+            let sent = PreviousFailure::Silence(connection.key(), connection.endpoint.key());
+            heartbeat.last.connection.set(Some(sent));
         }
         self.sent_to_group(attempt, &connection.endpoint);
         Ok(opened)
@@ -233,6 +249,12 @@ impl ForwardedRequest {
         }
     }
 
+    /// The response may be that of another request than the first one.
+    fn is_answered_by_another(&self, attempts: &Attempts) -> bool {
+        let is_settled = self.heartbeat.as_ref().is_some_and(|one| one.is_settled.get());
+        attempts.hedges_sent() > 0 || is_settled
+    }
+
     /// Answers the client without a response of an attempt.
     fn refuse(&self, refused: Refused, mut outcome: Box<Outcome>) -> ForwardResult {
         if let Some(body) = &self.body {
@@ -265,16 +287,17 @@ impl ForwardedRequest {
     fn respond(
         self: Box<Self>,
         response: UpstreamResponse,
-        progress: Progress,
+        attempts: &Attempts,
+        mut outcome: Box<Outcome>,
+        requested_at: Instant,
     ) -> Response<ResponseBody> {
         if let Some(body) = &self.body {
             body.stop_holding();
         }
-        let Progress { attempts, mut outcome, requested_at } = progress;
-        let mut learner = self.learner(&response, &attempts);
+        let mut learner = self.learner(&response, attempts);
         let UpstreamResponse { mut head, mut recv, prefix, mut permit, upload } = response;
         let upload = upload.and_then(UploadTask::answered);
-        if attempts.hedges_sent() > 0 {
+        if outcome.hedged {
             let connection = permit.connection();
             let reused = connection.was_open(requested_at);
             outcome.answered_by(&connection.endpoint.label, reused);

@@ -182,6 +182,21 @@ impl RequestBody {
         self.held.whole.get() && matches!(*self.end.borrow(), Some(End::Done(_)))
     }
 
+    /// Reads the rest of a body whose upload has ended, while it is held and not above `max_bytes`.
+    pub async fn read_rest(&self, max_bytes: usize) {
+        while self.is_held() && self.held.length.get() <= max_bytes {
+            // No piece has this index, so the next one comes from the client.
+            if poll_fn(|cx| self.poll_piece(usize::MAX, cx)).await.is_err() {
+                return;
+            }
+        }
+    }
+
+    /// The whole body, if it has arrived and is held.
+    pub fn whole(&self) -> Option<Bytes> {
+        self.is_complete().then(|| self.held.pieces.borrow().concat().into())
+    }
+
     /// Stops holding further pieces, because the request will not be sent again. Pieces that are already
     /// held stay until the current upload has sent them.
     pub fn stop_holding(&self) {

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
-use bytes::Bytes;
+use bytes::{Bytes, BytesMut};
 use h2::RecvStream;
 use http::response;
 use jackstay_core::admission::ByteBudget;
@@ -168,6 +168,21 @@ pub(super) struct UpstreamResponse {
     pub(super) permit: Permit,
     /// The task that still sends the request's body.
     pub(super) upload: Option<UploadTask>,
+}
+
+impl UpstreamResponse {
+    /// Reads the rest of the body until it has more than `max_bytes`, or the stream is lost.
+    pub(super) async fn read_rest(&mut self, max_bytes: usize) {
+        let mut body = BytesMut::from(self.prefix.take().unwrap_or_default());
+        let mut unreleased = body.len();
+        while body.len() <= max_bytes && !self.recv.is_end_stream() {
+            release_window(&mut self.recv, &mut unreleased);
+            let Some(Ok(data)) = self.recv.data().await else { break };
+            unreleased = data.len();
+            body.extend_from_slice(&data);
+        }
+        self.prefix = Some(body.freeze());
+    }
 }
 
 /// Waits until a request should not rely on this connection alone ([`endpoint_condition::is_troubled`]).

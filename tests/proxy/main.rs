@@ -20,6 +20,7 @@ mod failing_groups;
 mod goaway_chance;
 mod h2spec;
 mod header_limits;
+mod heartbeats;
 mod hostile_upstream;
 mod identity;
 mod kubectl;

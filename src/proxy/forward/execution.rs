@@ -23,9 +23,9 @@ use crate::upstream::endpoint::ProbeTrigger;
 use crate::upstream::pool::{PreviousFailure, StreamRequirements, Unavailable};
 
 /// See the module documentation.
-struct Execution<'a> {
+struct Execution<'a, 'p> {
     request: &'a ForwardedRequest,
-    progress: &'a mut Progress,
+    progress: &'a mut Progress<'p>,
     /// The attempts that run.
     slots: Slots<'a>,
     /// The response that has arrived.
@@ -38,13 +38,13 @@ struct Execution<'a> {
 type HoldEnding = LocalBoxFuture<'static, HoldEnd>;
 
 /// The future of an execution, which ends when the client can be answered.
-type Executing<'a> = LocalBoxFuture<'a, Result<UpstreamResponse, Box<Refused>>>;
+pub(super) type Executing<'a> = LocalBoxFuture<'a, Result<UpstreamResponse, Box<Refused>>>;
 
 impl ForwardedRequest {
     /// Continues with a stream for the first attempt, or without one.
     pub(super) fn execute_acquired<'a>(
         &'a self,
-        progress: &'a mut Progress,
+        progress: &'a mut Progress<'_>,
         acquired: Result<Permit, Unavailable>,
     ) -> Executing<'a> {
         let mut execution = Execution::new(self, progress);
@@ -55,7 +55,7 @@ impl ForwardedRequest {
     /// Continues after `input`, with the first attempt if that runs.
     pub(super) fn execute<'a>(
         &'a self,
-        progress: &'a mut Progress,
+        progress: &'a mut Progress<'_>,
         first: Option<(Rc<Connection>, Response<'a>)>,
         input: AttemptInput,
     ) -> Executing<'a> {
@@ -67,8 +67,8 @@ impl ForwardedRequest {
     }
 }
 
-impl<'a> Execution<'a> {
-    fn new(request: &'a ForwardedRequest, progress: &'a mut Progress) -> Self {
+impl<'a, 'p> Execution<'a, 'p> {
+    fn new(request: &'a ForwardedRequest, progress: &'a mut Progress<'p>) -> Self {
         let slots = Slots::default();
         Self { request, progress, slots, response: None, hold_end: None }
     }
@@ -153,7 +153,12 @@ impl<'a> Execution<'a> {
             Event::NoStream => AttemptInput::NoHedgeStream { attempt },
             Event::Responded(response) => self.responded(attempt, *response),
             Event::Failed(failure) => self.request.failed(attempt, failure),
-            Event::Troubled => AttemptInput::Troubled { attempt },
+            Event::Troubled => {
+                if let Some(heartbeat) = &self.request.heartbeat {
+                    heartbeat.last.trouble.notify_one();
+                }
+                AttemptInput::Troubled { attempt }
+            }
             Event::Slow => AttemptInput::Slow { attempt },
             Event::Silent => AttemptInput::Silent { attempt },
             Event::HedgeDue => AttemptInput::HedgeDue { attempt },
@@ -302,7 +307,7 @@ impl<'a> Execution<'a> {
     }
 }
 
-impl Drop for Execution<'_> {
+impl Drop for Execution<'_, '_> {
     /// The client may abandon the request while a hedge waits for a stream.
     fn drop(&mut self) {
         self.progress.attempts.cancel();

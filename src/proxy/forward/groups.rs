@@ -135,7 +135,7 @@ impl ForwardedRequest {
     pub(super) fn record_response(
         &self,
         response: &UpstreamResponse,
-        progress: &Progress,
+        progress: &Progress<'_>,
         attempt: usize,
     ) {
         let UpstreamResponse { head, prefix, recv, permit, .. } = response;

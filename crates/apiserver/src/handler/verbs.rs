@@ -51,11 +51,7 @@ impl RequestContext {
             }
             "update" => {
                 let value = self.json_body(body).await?;
-                let (kind, subresource) = (target.kind, &target.subresource);
-                let stored = cluster.modify(object, dry_run, |now| {
-                    Ok(resource::merge_subresource(kind, subresource, now, value))
-                })?;
-                self.object_response(200, object, &stored)
+                self.update(target, object, value, dry_run)
             }
             "patch" => self.patch(target, object, body, dry_run).await,
             "delete" => {
@@ -92,6 +88,33 @@ impl RequestContext {
             let _ = cluster.delete(object, &Value::Null, dry_run);
         }
         Ok(())
+    }
+
+    /// Updates an object. An update of a Lease that does not exist creates it, unless it names a UID, as
+    /// `AllowCreateOnUpdate` of its strategy and `defaultUpdatedObjectInfo.Preconditions` have it in kube-apiserver.
+    fn update(
+        &self,
+        target: &Target,
+        object: ObjectRef<'_>,
+        value: Value,
+        dry_run: bool,
+    ) -> Result<Response<ResponseBody>, StatusError> {
+        let (kind, subresource) = (target.kind, &target.subresource);
+        let cluster = &self.writer();
+        if *kind == kinds::LEASES && cluster.get(object).is_err() {
+            if let Some(uid) = value["metadata"]["uid"].as_str().filter(|uid| !uid.is_empty()) {
+                let why = format!(
+                    "Precondition failed: UID in precondition: {uid}, UID in object meta: "
+                );
+                return Err(StatusError::conflict(kind, object.name, &why));
+            }
+            let stored = cluster.create(kind, &target.namespace, value, dry_run)?;
+            return self.object_response(201, object, &stored);
+        }
+        let stored = cluster.modify(object, dry_run, |now| {
+            Ok(resource::merge_subresource(kind, subresource, now, value))
+        })?;
+        self.object_response(200, object, &stored)
     }
 
     /// Applies a patch. Server-side apply creates an object that does not exist.

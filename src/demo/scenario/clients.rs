@@ -1,15 +1,15 @@
 //! The load of a node: reads, heartbeats and watches through the proxy. A ledger counts failures and
 //! delays as a user would notice them.
 //!
-//! Reads and heartbeats start at fixed times, even if the previous one has not finished. Otherwise a slow
-//! response would hide the delay of the next request (coordinated omission). Events have numbers and are
+//! Reads start at fixed times, even if the previous one has not finished. Otherwise a slow
+//! response would hide the delay of the next request (coordinated omission). A heartbeat follows from the response to the one
+//! before. Events have numbers and are
 //! written into the store directly, not through the proxy. The time from the write of an event until a
 //! watch receives it is the silence of that watch.
 
 use crate::demo::lock;
 use crate::demo::scenario::ledger::{Counts, Ledger, Topic, WATCHES_PER_TOPIC};
-use http::Method;
-use jackstay_apiserver::client::{Client, Credentials};
+use jackstay_apiserver::client::{Client, Credentials, Reply};
 use jackstay_apiserver::cluster::Cluster;
 use jackstay_apiserver::kinds::{CONFIG_MAPS, ObjectRef, PODS};
 use jackstay_apiserver::{seed, timestamps};
@@ -40,6 +40,9 @@ const REQUEST_TIMEOUT: Duration = Duration::from_secs(15);
 /// How long [`Clients::finish`] waits for outstanding responses, and then for undelivered events.
 const FINISH_TIMEOUT: Duration = Duration::from_secs(3);
 
+/// Why a request failed whose response has not arrived then.
+const NO_RESPONSE: &str = "no response before the end of the demo";
+
 const PODS_PATH: &str = "/api/v1/namespaces/default/pods";
 const CONFIG_MAPS_PATH: &str = "/api/v1/namespaces/default/configmaps";
 const LEASES_PATH: &str = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases";
@@ -62,8 +65,7 @@ struct Shared {
 }
 
 impl Clients {
-    /// Starts the clients on a thread of their own; events are written into `cluster`. A heartbeat that
-    /// starts later than `settling_time` after a fault must finish within `settling_time`.
+    /// Starts the clients on a thread of their own; events are written into `cluster`.
     ///
     /// # Errors
     /// The thread or its runtime cannot be created.
@@ -71,9 +73,8 @@ impl Clients {
         addr: SocketAddr,
         credentials: &Credentials,
         cluster: &Cluster,
-        settling_time: Duration,
     ) -> io::Result<Self> {
-        let ledger = Arc::new(Ledger::new(settling_time));
+        let ledger = Arc::new(Ledger::new());
         let (stop, stopped) = watch::channel(false);
         let shared =
             Shared { addr, credentials: credentials.clone(), ledger: ledger.clone(), stopped };
@@ -120,10 +121,10 @@ async fn run_clients(shared: Shared, cluster: Cluster) {
     }
     let mut requesters = JoinSet::new();
     for _ in 0..READERS {
-        requesters.spawn(send_requests(shared.clone(), None));
+        requesters.spawn(send_reads(shared.clone()));
     }
     for node in &seed::NODE_NAMES[..WRITERS] {
-        requesters.spawn(send_requests(shared.clone(), Some(*node)));
+        requesters.spawn(send_heartbeats(shared.clone(), node));
     }
     // The first topic is the busy one.
     for (topic, interval) in [BUSY_INTERVAL, QUIET_INTERVAL].into_iter().enumerate() {
@@ -179,69 +180,94 @@ async fn write_events(mut shared: Shared, cluster: Cluster, topic: usize, interv
     }
 }
 
-/// Sends a request every `REQUEST_INTERVAL`: reads, or heartbeats of a node.
-async fn send_requests(mut shared: Shared, node: Option<&'static str>) {
+/// Sends a read every `REQUEST_INTERVAL`.
+async fn send_reads(mut shared: Shared) {
     let mut client: Option<Arc<Client>> = None;
-    let mut requests = JoinSet::new();
-    // The clients start at different times, so that their requests spread over the interval.
-    tokio::time::sleep(REQUEST_INTERVAL.mul_f64(fastrand::f64())).await;
-    let mut ticks = tokio::time::interval(REQUEST_INTERVAL);
+    let mut reads = JoinSet::new();
+    let mut ticks = start_ticks().await;
     while unless_stopped(&mut shared.stopped, ticks.tick()).await.is_some() {
         let start = Instant::now();
-        let open = client.take().filter(|client| !client.is_closed());
-        let connected = match open {
-            Some(client) => Ok(client),
-            None => Client::connect(shared.addr, &shared.credentials).await.map(Arc::new),
-        };
-        match connected {
-            Ok(connected) => {
-                client = Some(connected.clone());
-                requests.spawn(send_request(connected, shared.ledger.clone(), node));
+        match connected(&mut client, &shared).await {
+            Ok(client) => {
+                let ledger = shared.ledger.clone();
+                reads.spawn(async move {
+                    let result = ended(client.get(PODS_PATH)).await.map(drop);
+                    ledger.add_read(start.elapsed(), result);
+                });
             }
-            Err(error) if node.is_some() => shared.ledger.add_write(start, Err(error.to_string())),
             Err(error) => shared.ledger.add_read(start.elapsed(), Err(error.to_string())),
         }
-        while requests.try_join_next().is_some() {}
+        while reads.try_join_next().is_some() {}
     }
-    let finished = async { while requests.join_next().await.is_some() {} };
+    let finished = async { while reads.join_next().await.is_some() {} };
     if tokio::time::timeout(FINISH_TIMEOUT, finished).await.is_err() {
-        for _ in 0..requests.len() {
-            let outstanding = Err("no response before the end of the demo".to_owned());
-            match node {
-                Some(_) => shared.ledger.add_write(Instant::now(), outstanding),
-                None => shared.ledger.add_read(FINISH_TIMEOUT, outstanding),
-            }
+        for _ in 0..reads.len() {
+            shared.ledger.add_read(FINISH_TIMEOUT, Err(NO_RESPONSE.to_owned()));
         }
     }
 }
 
-async fn send_request(client: Arc<Client>, ledger: Arc<Ledger>, node: Option<&str>) {
-    let start = Instant::now();
-    let response = async {
-        match node {
-            None => client.get(PODS_PATH).await,
-            Some(node) => {
-                let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-                let now = timestamps::rfc3339_micros(now.as_secs(), now.subsec_nanos());
-                let body = format!(r#"{{"spec":{{"renewTime":"{now}"}}}}"#);
-                let headers = [("content-type", "application/merge-patch+json")];
-                let path = format!("{LEASES_PATH}/{node}");
-                client.request(Method::PATCH, &path, &headers, body).await
-            }
-        }
+/// Renews the lease of a node every `REQUEST_INTERVAL`, from the response to the renewal before, as kubelet does every
+/// 10 s.
+async fn send_heartbeats(mut shared: Shared, node: &'static str) {
+    let mut client: Option<Arc<Client>> = None;
+    let mut lease = None;
+    let path = format!("{LEASES_PATH}/{node}");
+    let mut ticks = start_ticks().await;
+    while unless_stopped(&mut shared.stopped, ticks.tick()).await.is_some() {
+        let start = Instant::now();
+        let renewal = async {
+            let client =
+                connected(&mut client, &shared).await.map_err(|error| error.to_string())?;
+            let mut renewed: Value = match lease.take() {
+                Some(lease) => lease,
+                None => ended(client.get(&path)).await?,
+            };
+            let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+            let now = timestamps::rfc3339_micros(now.as_secs(), now.subsec_nanos());
+            renewed["spec"]["renewTime"] = now.into();
+            ended(client.put(&path, &renewed)).await
+        };
+        let mut stopped = shared.stopped.clone();
+        let finishing = async {
+            let _ = stopped.wait_for(|stopped| *stopped).await;
+            tokio::time::sleep(FINISH_TIMEOUT).await;
+        };
+        let result = tokio::select! {
+            result = renewal => result,
+            () = finishing => Err(NO_RESPONSE.to_owned()),
+        };
+        let result = result.map(|renewed| lease = Some(renewed));
+        shared.ledger.add_write(start.elapsed(), result);
+    }
+}
+
+/// The clients start at different times, so that their requests spread over the interval.
+async fn start_ticks() -> tokio::time::Interval {
+    tokio::time::sleep(REQUEST_INTERVAL.mul_f64(fastrand::f64())).await;
+    tokio::time::interval(REQUEST_INTERVAL)
+}
+
+/// The connection of a client, which is opened again after it was closed.
+async fn connected(client: &mut Option<Arc<Client>>, shared: &Shared) -> io::Result<Arc<Client>> {
+    let open = client.take().filter(|client| !client.is_closed());
+    let connected = match open {
+        Some(client) => client,
+        None => Client::connect(shared.addr, &shared.credentials).await.map(Arc::new)?,
     };
-    let result = match tokio::time::timeout(REQUEST_TIMEOUT, response).await {
-        Ok(Ok(reply)) if reply.status.is_success() => Ok(()),
+    Ok(client.insert(connected).clone())
+}
+
+/// The object of a response, or why there is none.
+async fn ended(response: impl Future<Output = io::Result<Reply>>) -> Result<Value, String> {
+    match tokio::time::timeout(REQUEST_TIMEOUT, response).await {
+        Ok(Ok(reply)) if reply.status.is_success() => Ok(reply.json()),
         Ok(Ok(reply)) => {
             let message = reply.json()["message"].as_str().unwrap_or_default().to_owned();
             Err(format!("{} {message}", reply.status.as_u16()))
         }
         Ok(Err(error)) => Err(error.to_string()),
         Err(_) => Err(format!("no response in {} s", REQUEST_TIMEOUT.as_secs())),
-    };
-    match node {
-        Some(_) => ledger.add_write(start, result),
-        None => ledger.add_read(start.elapsed(), result),
     }
 }
 

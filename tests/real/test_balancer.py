@@ -9,11 +9,12 @@ import test_starting
 from balancer import ENDPOINT, HAProxy, Nftables
 from cases import long_form
 from figures import record, within
+from leases import LEADERS, LEASES, Leader
 from rig import ADDRESSES, ADMIN_TOKENS, EXTRA_ADDRESSES, LOAD_BALANCER, PORT, Jackstay, log, summary, wait_for
 from rig_l4 import connection_ports
 from settings import Settings
 from test_jackstay import LoadCase
-from test_lag import CUT, LEASES, LEADERS, Leader, Reader, Watcher
+from test_lag import CUT, Reader, Watcher
 from test_watch_cache import LAGS, ServiceWriter
 
 KIND = "auto"
@@ -111,13 +112,13 @@ class BalancerCase(LoadCase):
         record(f"{what}: leases lost", lost, "leases")
         return lost
 
-    def fault(self, what, fault, seconds=8, slowest_read=0.6, busy=2.5, quiet=None, **options):
+    def fault(self, what, fault, seconds=8, slowest_read=0.6, busy=2.5, quiet=None, renewal=4.5, **options):
         """A fault beside all clients. Times are the promises for three addresses."""
         what = f"{self.balancer.NAME}: {what}"
         leaders, readers = self.workers(self.server)
         connects, begun = self.balancer.connects(), time.monotonic()
         limit = slowest_read + MORE
-        self.run_fault(what, fault, seconds, slowest_read=limit, busy=busy + MORE, quiet=(quiet or busy + 1) + MORE, **options)
+        self.run_fault(what, fault, seconds, slowest_read=limit, busy=busy + MORE, quiet=(quiet or busy + 1) + MORE, renewal=renewal + MORE, **options)
         connects, took = self.balancer.connects() - connects, time.monotonic() - begun
         lost = self.finish(what, leaders, readers)
         log(f"    {connects} connects in {took:.0f} s; endpoints: { {name: (e['state'], e['watches']) for name, e in backends(self.jackstay).items()} }")
@@ -127,7 +128,7 @@ class BalancerCase(LoadCase):
             with self.subTest(f"{what}: {kind} read"):
                 within(self, f"{what}: slowest {kind} read", reader.slowest, "s", limit)
         with self.subTest(f"{what}: slowest renewal"):
-            within(self, f"{what}: slowest renewal of a lease", max(leader.slowest for leader in leaders), "s", 7 + MORE)
+            within(self, f"{what}: slowest renewal of a lease", max(leader.slowest for leader in leaders), "s", renewal + MORE)
         with self.subTest(f"{what}: connects"):
             within(self, f"{what}: connects", connects, f"in {took:.0f} s", CONNECTS_FAULT + max(0, took - FAULT_TIME))
         self.check_endpoints(what)

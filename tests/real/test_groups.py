@@ -27,7 +27,7 @@ from figures import LONG, record, within
 from rig import ADMIN_TOKENS, EXTRA_ADDRESSES, PORT, log, sh, wait_for
 from settings import Settings
 from test_custom import Watcher
-from test_lag import Client, Worker
+from workers import Client, Worker
 
 HOSTS, BACKEND_PORT = ("10.99.0.31", "10.99.0.32"), 7591
 SERVICE = {"namespace": "default", "name": "aggregated"}

@@ -19,6 +19,7 @@ from pathlib import Path
 from cases import StoppedOnExit, StoryCase, KubectlCases, PodCases, RigCase, require_running, each_transport, collect_lines, long_form
 from figures import LONG, bound, record, within
 from kubernetes import RELEASE
+from leases import Renewals
 from rig import (ADDRESSES, PORT, TOKEN, TOKEN_USER, WATCH_ERRORS, Jackstay, Load, NodeMonitor, Pki, Process, RealNode, client_errors, log, log_lines, summary,
                  swap_symlink, wait_for)
 
@@ -163,11 +164,13 @@ class LoadCase(JackstayCase):
         return {**self.rig.apiservers, **self.rig.extra}[name]
 
     def run_fault(self, what, fault, seconds=8, counted=True, jackstay=None, meanwhile=None, quiet=False, lasting=False,
-                  flags=None, **limits):
-        """Injects a fault beside load, and checks the report of the load. The fault ends after `seconds`; a `lasting`
-        one ends after the load. `flags` are those of the load generator."""
+                  flags=None, renewal=1, **limits):
+        """Injects a fault beside load and renewals of leases, and checks the report of the load. The fault ends after
+        `seconds`; a `lasting` one ends after the load. `flags` are those of the load generator; `renewal` is the promised
+        time of a renewal in seconds."""
         jackstay = jackstay or self.jackstay
         load = self.load(seconds + 7, jackstay.server, **(flags or {}))
+        renewals = Renewals(self, jackstay.server, "c")
         load.until(3)
         since = self.log_size(jackstay)
         self.inject(fault)
@@ -179,7 +182,9 @@ class LoadCase(JackstayCase):
         if not lasting:
             self.rig.recover()
         report = load.finish()
+        slowest = renewals.finish(what)
         self.rig.recover()
+        within(self, f"{what}: slowest renewal of a lease", slowest, "s", renewal)
         self.check_story(what, since, jackstay, quiet=quiet)
         self.check_report(what, load, report, **limits)
 
@@ -286,7 +291,7 @@ class Faults(LoadCase, unittest.TestCase):
         self.run_fault("SIGKILL of one", lambda: self.busiest_apiserver().kill(), counted=False, slowest_read=0.3, busy=1)
 
     def test_apiserver_stopped(self):
-        self.run_fault("SIGSTOP of one", lambda: self.busiest_apiserver().pause(), seconds=12, counted=False, slowest_read=0.6, busy=6, quiet=6)
+        self.run_fault("SIGSTOP of one", lambda: self.busiest_apiserver().pause(), seconds=12, counted=False, renewal=4.5, slowest_read=0.6, busy=6, quiet=6)
 
     @long_form("test_many_faults has the same loss, and the simulator's scenario `loss` its ejections")
     def test_packet_loss(self):
@@ -321,7 +326,7 @@ class Faults(LoadCase, unittest.TestCase):
             self.assertEqual([victims[0].address in k for k in states], [True], states)
         # When etcd returns, the apiserver is ready at once by a new connection, and a write on one of its old ones gets
         # 500 `connection timed out` 10 s after the cut. So etcd stays away.
-        self.run_fault("the readiness check fails and writes hang on one", lose_etcd, jackstay=jackstay, meanwhile=degraded, lasting=True, slowest_read=3.5)
+        self.run_fault("the readiness check fails and writes hang on one", lose_etcd, jackstay=jackstay, meanwhile=degraded, lasting=True, renewal=4.5, slowest_read=3.5)
         self.assertNotIn("panicked", jackstay.process.logfile.read_text(errors="replace"))
 
     def test_rolling_restarts(self):

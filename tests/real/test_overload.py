@@ -8,7 +8,8 @@ from figures import record
 from kubernetes import RELEASE
 from matrix import covers
 from rig import ADDRESSES, Jackstay, log, wait_for
-from test_lag import NAMESPACE, Client, Worker
+from test_lag import NAMESPACE
+from workers import Client, Worker
 
 NAME, USER = "overloaded", "load"  # the user of the rig's certificate for load
 READS, WRITES = 1500, 200

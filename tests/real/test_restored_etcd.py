@@ -11,7 +11,8 @@ import unittest
 from cases import RigCase
 from figures import within
 from rig import CACHE, PORT, Apiserver, Jackstay, Process, log, sh, wait_for
-from test_lag import NAMESPACE, Client, Worker
+from test_lag import NAMESPACE
+from workers import Client, Worker
 
 ADDRESSES = {"x": "10.99.0.21", "y": "10.99.0.22", "z": "10.99.0.23"}
 ETCD, PEER = "http://127.0.0.1:2479", "http://127.0.0.1:2480"

@@ -15,7 +15,7 @@ import unittest
 from figures import LONG, record
 from rig import ADDRESSES, TOKEN, Jackstay, log, log_lines, wait_for
 from test_jackstay import JackstayCase
-from test_lag import Client, Worker
+from workers import Client, Worker
 
 BINDINGS = 3000
 RESTARTS = 6 if LONG else 3

@@ -10,7 +10,8 @@ from cases import RigCase
 from figures import LONG, within
 from rig import ADDRESSES, ADMIN_TOKENS, CACHE, PORT, Apiserver, Jackstay, Process, log, log_lines, sh, wait_for
 from test_jackstay import JackstayCase
-from test_lag import EVENT_INTERVAL, NAMESPACE, Client, Reader, Watcher, Worker
+from test_lag import EVENT_INTERVAL, NAMESPACE, Reader, Watcher
+from workers import Client, Worker
 
 CUT = 10  # seconds; gRPC's keepalive replaces the connection to etcd after 40 s
 WATCHES = 8

@@ -147,6 +147,8 @@ pub struct Promises {
     pub watches_ended: u64,
     /// Upper bound of [`Findings::longest_lease`].
     pub lease: Duration,
+    /// Upper bound of [`Findings::failed_leases`].
+    pub failed_leases: u64,
     /// Upper bound of [`Findings::connects`].
     pub connects: u64,
     /// Those for clients of the aggregated group.
@@ -167,6 +169,7 @@ impl Default for Promises {
             watches_broken: u64::MAX,
             watches_ended: u64::MAX,
             lease: Duration::MAX,
+            failed_leases: u64::MAX,
             connects: u64::MAX,
             group: GroupPromises::NONE,
         }
@@ -188,6 +191,7 @@ impl Promises {
         let (group, promised) = (&found.group, &self.group);
         number("failed reads of the group", group.failed_reads, promised.failed_reads);
         number("failed writes of the group", group.failed_writes, promised.failed_writes);
+        number("failed renewals of a lease", found.failed_leases, self.failed_leases);
         number("connects of a node within 10 s", found.connects, self.connects);
         number("lists after the first", found.relists, self.relists);
         number("broken watches", found.watches_broken, self.watches_broken);

@@ -56,8 +56,9 @@ struct Lease {
     holder: String,
     limit: Duration,
     started: Instant,
-    /// The version, and the spec as it was read or written.
+    /// The version and the UID, and the spec as it was read or written.
     version: Option<u64>,
+    uid: Value,
     spec: Value,
     renewed: Option<Instant>,
 }
@@ -66,8 +67,8 @@ impl Lease {
     fn new(peer: Peer, collection: Collection, name: String, limit: Duration) -> Self {
         let holder = format!("client-{}", peer.id.number);
         let started = clock::now();
-        let (version, spec, renewed) = (None, Value::Null, None);
-        Self { peer, collection, name, holder, limit, started, version, spec, renewed }
+        let (version, uid, spec, renewed) = (None, Value::Null, Value::Null, None);
+        Self { peer, collection, name, holder, limit, started, version, uid, spec, renewed }
     }
 
     async fn get(&mut self) -> Outcome {
@@ -94,6 +95,7 @@ impl Lease {
                 let shown = Some(ShownObject { version, token });
                 self.peer.saw(self.collection, &ended, Seen::Object { recency, key, shown });
                 self.version = Some(version);
+                self.uid = metadata["uid"].clone();
                 self.spec = lease["spec"].clone();
                 Outcome::Done
             }
@@ -116,6 +118,7 @@ impl Lease {
         } else {
             let version = self.version.unwrap_or_default().to_string();
             lease["metadata"]["resourceVersion"] = version.into();
+            lease["metadata"]["uid"] = self.uid.clone();
             Outgoing::json(Method::PUT, self.collection.object(&self.name), &lease)
         };
         let outgoing = outgoing.audit_id(&token_text(token));
@@ -126,6 +129,10 @@ impl Lease {
         match (outcome, ended.status()) {
             (WriteOutcome::Done(version), _) => {
                 self.version = version.or(self.version);
+                if let Some(Ok(answer)) = &ended.answer {
+                    let written: Value = serde_json::from_slice(&answer.body).unwrap_or_default();
+                    self.uid = written["metadata"]["uid"].clone();
+                }
                 self.spec = spec;
                 self.succeeded();
                 Outcome::Done

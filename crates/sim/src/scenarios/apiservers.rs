@@ -158,6 +158,8 @@ pub(super) const SCENARIOS: &[Scenario] = &[
             slowest_read: Duration::from_millis(1_500),
             failed_writes: u64::MAX,
             silence: Duration::from_secs(16),
+            lease: Duration::from_secs(20),
+            failed_leases: u64::MAX,
             ..READS
         },
     },
@@ -258,6 +260,7 @@ pub(super) const SCENARIOS: &[Scenario] = &[
             watches_broken: 0,
             watches_ended: u64::MAX,
             lease: Duration::from_secs(40),
+            failed_leases: u64::MAX,
             connects: u64::MAX,
             group: GroupPromises::NONE,
         },

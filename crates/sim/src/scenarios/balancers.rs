@@ -257,6 +257,7 @@ pub(super) const SCENARIOS: &[Scenario] = &[
             slowest_read: SECOND,
             failed_writes: 80,
             silence: Duration::from_secs(12),
+            failed_leases: 8,
             connects: OUTAGE,
             ..READS
         },

@@ -45,7 +45,9 @@ pub(super) const READS: Promises = Promises {
     relists: 0,
     watches_broken: 0,
     watches_ended: u64::MAX,
-    lease: Duration::from_secs(20),
+    // kubelet renews its lease 10.4 s after the last time, and a lost renewal is settled.
+    lease: Duration::from_secs(12),
+    failed_leases: 0,
     connects: u64::MAX,
     group: GroupPromises::NONE,
 };
@@ -59,5 +61,6 @@ pub(super) const OUTAGE_OF_TEN_SECONDS: Promises = Promises {
     // The watch caches have no history after the start, so a cursor that no apiserver has any more is answered with 410.
     relists: 8,
     lease: Duration::from_secs(25),
+    failed_leases: u64::MAX,
     ..READS
 };

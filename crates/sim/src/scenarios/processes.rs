@@ -23,6 +23,7 @@ const RESTARTS: Promises = Promises {
     failed_writes: u64::MAX,
     silence: Duration::from_secs(10),
     lease: Duration::from_secs(20),
+    failed_leases: u64::MAX,
     ..READS
 };
 
@@ -107,6 +108,8 @@ pub(super) const SCENARIOS: &[Scenario] = &[
             failed_writes: u64::MAX,
             silence: Duration::from_secs(12),
             relists: 12,
+            lease: Duration::from_secs(20),
+            failed_leases: u64::MAX,
             ..READS
         },
     },

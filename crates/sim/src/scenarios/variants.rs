@@ -15,6 +15,8 @@ const SECOND_CLUSTER: Promises = Promises {
     failed_writes: 40,
     slowest_write: Duration::from_secs(8),
     silence: Duration::from_secs(8),
+    lease: Duration::from_secs(20),
+    failed_leases: u64::MAX,
     ..READS
 };
 

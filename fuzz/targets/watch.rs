@@ -12,7 +12,7 @@ use jackstay_core::admission::ByteAccount;
 use jackstay_core::kubernetes_features::FeatureReader;
 use jackstay_core::watch::codec::frame::{FrameSplitter, Piece};
 use jackstay_core::watch::codec::head::{
-    cbor_head, cbor_tail, json_head, json_tail, protobuf_head,
+    cbor_head, cbor_tail, is_status, json_head, json_tail, protobuf_head,
 };
 use jackstay_core::watch::codec::{Encoding, parse};
 use jackstay_core::watch::gzip::{GzipDecoder, GzipError, PIECE, STATE};
@@ -26,6 +26,7 @@ const BUDGET: usize = 48;
 /// A watch: the splitter buffers no more than its cap and returns every byte in order.
 pub(super) fn watch(bytes: &[u8]) {
     let _ = (json_head(bytes), protobuf_head(bytes), cbor_head(bytes));
+    let _ = Encoding::ALL.map(|encoding| is_status(encoding, bytes));
     let _ = (json_tail(bytes), cbor_tail(bytes));
     for encoding in Encoding::ALL {
         let _ = parse(encoding, bytes);

@@ -38,7 +38,7 @@ pub struct Floor {
     objects: AtomicU64,
     lists: AtomicU64,
     bookmarks: AtomicU64,
-    /// When the client has seen a list or a bookmark of a higher version, in milliseconds of the record.
+    /// When the client has seen a list, a Status or a bookmark of a higher version, in milliseconds of the record.
     raised_at: AtomicU64,
     /// Number of lists in a row that were older, after their heads had been forwarded.
     older_lists: AtomicU64,
@@ -62,6 +62,12 @@ impl Floor {
         self.raise_progress(&self.lists, version);
     }
 
+    /// The client has seen a Status with this version, as the answer to a write. A watch cache reaches it as it reaches that
+    /// of a list.
+    pub fn raise_status(&self, version: u64) {
+        self.raise_progress(&self.lists, version);
+    }
+
     /// The client has seen a bookmark with this version.
     pub fn raise_bookmarks(&self, version: u64) {
         self.raise_progress(&self.bookmarks, version);
@@ -74,7 +80,7 @@ impl Floor {
         }
     }
 
-    /// Whether the client has seen a list or a bookmark of a higher version a short time ago, so that the watch cache
+    /// Whether the client has seen a list, a Status or a bookmark of a higher version a short time ago, so that the watch cache
     /// of a ready endpoint may be older ([`LAG_LIMIT`]).
     fn is_progress_recent(&self, now: Instant) -> bool {
         let age =
@@ -329,6 +335,7 @@ mod tests {
         floor.raise_objects(7);
         floor.raise_objects(5);
         floor.raise_lists(9);
+        floor.raise_status(8);
         floor.raise_bookmarks(8);
         let versions = FloorVersions { objects: 7, lists: 9, bookmarks: 8 };
         assert_eq!((floor.versions(), versions.highest()), (versions, 9));
@@ -338,6 +345,18 @@ mod tests {
         assert_eq!(floor.versions(), FloorVersions { objects: 7, lists: 7, bookmarks: 7 });
         floor.raise_to(versions);
         assert_eq!(floor.versions(), versions);
+    }
+
+    /// The cache that answers a list is not the one that has answered a write.
+    #[test]
+    fn status_raises_the_version_of_lists_and_ends_no_row_of_older_lists() {
+        let floor = Floor::new(record("pods"));
+        assert_eq!(floor.older_list(), 1);
+        floor.raise_status(9);
+        assert_eq!(floor.versions(), FloorVersions { lists: 9, ..FloorVersions::default() });
+        assert_eq!(floor.older_list(), 2);
+        floor.raise_lists(10);
+        assert_eq!(floor.older_list(), 1);
     }
 
     #[test]

@@ -32,6 +32,7 @@ mod metrics_bind;
 mod new_tokens;
 mod overload;
 mod own_errors;
+mod own_writes;
 mod passthrough;
 mod reload;
 mod request_bodies;

@@ -111,6 +111,9 @@ pub struct Faults {
     pub cbor_disabled: bool,
     /// The feature gate `ShardedListAndWatch` is off: `shardSelector` is ignored.
     pub sharding_disabled: bool,
+    /// The Status that answers a delete, a binding or an eviction has the version of the change, as that of a delete from
+    /// Kubernetes 1.38 on. That of an older server has none.
+    pub status_versions: bool,
     /// `SETTINGS_MAX_CONCURRENT_STREAMS` of new connections, in place of 100.
     pub max_streams: Option<u32>,
     /// Time that every request waits before it is handled, health checks included.

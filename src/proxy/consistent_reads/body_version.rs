@@ -7,9 +7,10 @@ use std::io::Read as _;
 use bytes::{Bytes, BytesMut};
 use http::{HeaderMap, header, response};
 use jackstay_core::admission::ByteAccount;
+use jackstay_core::reads::ReadForm;
 use jackstay_core::watch::codec::Encoding as Format;
 use jackstay_core::watch::codec::head::{
-    cbor_head, cbor_tail, json_head, json_tail, protobuf_head,
+    cbor_head, cbor_tail, is_status, json_head, json_tail, protobuf_head,
 };
 use jackstay_core::watch::codec::version::HeadVersion;
 use jackstay_core::watch::gzip::GzipDecoder;
@@ -68,6 +69,8 @@ pub struct BodyVersion {
     gzip: Option<GzipDecoder>,
     /// The beginning, as far as it has arrived; `None` once it is known to have no version.
     head: Option<BytesMut>,
+    /// Whether the version of a Status is told from that of an object.
+    may_be_status: bool,
     /// The latest bytes of a list in JSON or CBOR, whose metadata may follow its items.
     tail: Option<Vec<u8>>,
 }
@@ -77,6 +80,8 @@ pub struct BodyVersion {
 pub enum ReadProgress {
     /// The version.
     Version(u64),
+    /// The version of a Status that answers a write, or of a body whose kind has not arrived before it.
+    StatusVersion(u64),
     /// More bytes are needed.
     Unknown,
     /// There is none.
@@ -84,13 +89,14 @@ pub enum ReadProgress {
 }
 
 impl BodyVersion {
-    /// Reads a body with this head; `None` if it cannot be read. `account` bounds what the decoder of a compressed body
-    /// holds.
-    pub fn new(head: &response::Parts, is_list: bool, account: &ByteAccount) -> Option<Self> {
+    /// Reads a body with this head, which answers a request of this form; `None` if it cannot be read. `account` bounds
+    /// what the decoder of a compressed body holds.
+    pub fn new(head: &response::Parts, form: ReadForm, account: &ByteAccount) -> Option<Self> {
         let encoding = Encoding::of(&head.headers)?;
-        let tail = (is_list && encoding.format != Format::Protobuf).then(Vec::new);
+        let may_be_status = form == ReadForm::Write;
+        let tail = (form.is_list() && encoding.format != Format::Protobuf).then(Vec::new);
         let gzip = encoding.is_gzip.then(|| GzipDecoder::new(account.clone()));
-        Some(Self { encoding, gzip, head: Some(BytesMut::new()), tail })
+        Some(Self { encoding, gzip, head: Some(BytesMut::new()), may_be_status, tail })
     }
 
     /// The version in the first part of a body with this head.
@@ -140,7 +146,14 @@ impl BodyVersion {
             if !begins {
                 head.extend_from_slice(data);
             }
-            match self.encoding.head_version(if begins { data } else { head }) {
+            let bytes = if begins { data } else { &head[..] };
+            match self.encoding.head_version(bytes) {
+                HeadVersion::Version(version)
+                    if self.may_be_status
+                        && is_status(self.encoding.format, bytes) != Some(false) =>
+                {
+                    return ReadProgress::StatusVersion(version);
+                }
                 HeadVersion::Version(version) => return ReadProgress::Version(version),
                 HeadVersion::None => return ReadProgress::None,
                 // The items of a list come first, or the metadata is long.
@@ -174,7 +187,8 @@ mod tests {
     use std::io::Write as _;
 
     use super::*;
-    use ReadProgress::{None as NoVersion, Unknown, Version};
+    use ReadForm::{OtherList, Write};
+    use ReadProgress::{None as NoVersion, StatusVersion, Unknown, Version};
 
     fn head(content_type: &str, encoding: &str) -> response::Parts {
         let mut response = http::Response::builder().header(header::CONTENT_TYPE, content_type);
@@ -184,13 +198,13 @@ mod tests {
         response.body(()).unwrap().into_parts().0
     }
 
-    fn new(head: &response::Parts, is_list: bool) -> Option<BodyVersion> {
-        BodyVersion::new(head, is_list, &ByteAccount::unmetered(1 << 20))
+    fn new(head: &response::Parts, form: ReadForm) -> Option<BodyVersion> {
+        BodyVersion::new(head, form, &ByteAccount::unmetered(1 << 20))
     }
 
-    fn gzip(text: &str) -> Vec<u8> {
+    fn gzip(bytes: &[u8]) -> Vec<u8> {
         let mut gzip = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
-        gzip.write_all(text.as_bytes()).unwrap();
+        gzip.write_all(bytes).unwrap();
         gzip.finish().unwrap()
     }
 
@@ -208,7 +222,7 @@ mod tests {
     fn version_is_read_from_the_head_in_any_pieces() {
         let text = br#"{"kind":"Pod","apiVersion":"v1","metadata":{"name":"a","resourceVersion":"71"},"spec":{}}"#;
         for at in 0..text.len() {
-            let mut body = new(&head("application/json; charset=utf-8", ""), false).unwrap();
+            let mut body = new(&head("application/json; charset=utf-8", ""), Write).unwrap();
             assert_eq!(read(&mut body, &[&text[..at], &text[at..]]), Version(71), "{at}");
         }
     }
@@ -220,11 +234,11 @@ mod tests {
             r#"{{"apiVersion":"e.com/v1","items":[{items}{{}}],"kind":"FooList","metadata":{{"continue":"","resourceVersion":"9"}}}}"#
         );
         for piece in [7, 100, 16_384, 1 << 20] {
-            let mut body = new(&head("application/json", ""), true).unwrap();
+            let mut body = new(&head("application/json", ""), OtherList).unwrap();
             let pieces: Vec<_> = text.as_bytes().chunks(piece).collect();
             assert_eq!(read(&mut body, &pieces), Version(9), "{piece}");
-            let mut body = new(&head("application/json", "gzip"), true).unwrap();
-            let bytes = gzip(&text);
+            let mut body = new(&head("application/json", "gzip"), OtherList).unwrap();
+            let bytes = gzip(text.as_bytes());
             let pieces: Vec<_> = bytes.chunks(piece).collect();
             assert_eq!(read(&mut body, &pieces), Version(9), "{piece}, compressed");
         }
@@ -236,17 +250,45 @@ mod tests {
         let metadata = b"\x48metadata\xa1\x4fresourceVersion\x4271";
         let object = [b"\xd9\xd9\xf7\xa2\x44kind\x43Pod", &metadata[..]].concat();
         for at in 0..object.len() {
-            let mut body = new(&head, false).unwrap();
+            let mut body = new(&head, Write).unwrap();
             assert_eq!(read(&mut body, &[&object[..at], &object[at..]]), Version(71), "{at}");
         }
         let items = b"\xa1\x48metadata\xa1\x4fresourceVersion\x414".repeat(5_000);
         let list =
             [b"\xa3\x45items\x99\x13\x88", &items[..], metadata, b"\x44kind\x47PodList"].concat();
         for piece in [7, 100, 16_384, 1 << 20] {
-            let mut body = new(&head, true).unwrap();
+            let mut body = new(&head, OtherList).unwrap();
             let pieces: Vec<_> = list.chunks(piece).collect();
             assert_eq!(read(&mut body, &pieces), Version(71), "{piece}");
         }
+    }
+
+    #[test]
+    fn version_of_a_status_is_read_in_any_pieces_and_encoding() {
+        let json = br#"{"kind":"Status","apiVersion":"v1","metadata":{"resourceVersion":"71"},"status":"Success","code":200}"#;
+        let protobuf = b"k8s\0\x0a\x0c\x0a\x02v1\x12\x06Status\x12\x11\x0a\x06\x12\x0271\x1a\0\x12\x07Success\x1a\0\x22\0";
+        let cbor = b"\xd9\xd9\xf7\xa2\x44kind\x46Status\x48metadata\xa1\x4fresourceVersion\x4271";
+        for (content_type, bytes) in [
+            ("application/json", &json[..]),
+            ("application/vnd.kubernetes.protobuf", protobuf),
+            ("application/cbor", cbor),
+        ] {
+            let compressed = gzip(bytes);
+            for (encoding, bytes) in [("", bytes), ("gzip", &compressed)] {
+                let head = head(content_type, encoding);
+                for at in 0..bytes.len() {
+                    let mut body = new(&head, Write).unwrap();
+                    let progress = read(&mut body, &[&bytes[..at], &bytes[at..]]);
+                    assert_eq!(progress, StatusVersion(71), "{content_type} {encoding} {at}");
+                }
+            }
+        }
+        // A version before the kind may be that of a Status.
+        let mut body = new(&head("application/cbor", ""), Write).unwrap();
+        let reversed = b"\xa2\x48metadata\xa1\x4fresourceVersion\x4271\x44kind\x43Pod";
+        assert_eq!(read(&mut body, &[&reversed[..30], &reversed[30..]]), StatusVersion(71));
+        let mut body = new(&head("application/cbor", ""), Write).unwrap();
+        assert_eq!(read(&mut body, &[reversed]), Version(71));
     }
 
     #[test]
@@ -255,15 +297,15 @@ mod tests {
             r#"{{"kind":"PodList","apiVersion":"v1","metadata":{{"resourceVersion":"12"}},"items":[{}]}}"#,
             "1,".repeat(100_000)
         );
-        let bytes = gzip(&text);
+        let bytes = gzip(text.as_bytes());
         let head = head("application/json", "gzip");
-        let mut body = new(&head, true).unwrap();
+        let mut body = new(&head, OtherList).unwrap();
         assert_eq!(read(&mut body, &[&bytes]), Version(12));
         assert_eq!(BodyVersion::of_prefix(&head, &bytes), Some(12));
-        let mut broken = new(&head, true).unwrap();
+        let mut broken = new(&head, OtherList).unwrap();
         assert_eq!(read(&mut broken, &[b"no gzip"]), NoVersion);
         let without_memory = &ByteAccount::unmetered(1);
-        let mut body = BodyVersion::new(&head, true, without_memory).unwrap();
+        let mut body = BodyVersion::new(&head, OtherList, without_memory).unwrap();
         assert_eq!(read(&mut body, &[&bytes[..20], &bytes[20..]]), NoVersion);
     }
 
@@ -276,13 +318,13 @@ mod tests {
             ("application/json", &[br#"{"a":"#, &endless]),
             ("application/vnd.kubernetes.protobuf", &[b"{}"]),
         ] {
-            let mut body = new(&head(content_type, ""), false).unwrap();
+            let mut body = new(&head(content_type, ""), Write).unwrap();
             assert_eq!(read(&mut body, pieces), NoVersion, "{content_type}");
         }
         for (content_type, encoding) in
             [("text/plain", ""), ("application/cbor-seq", ""), ("application/json", "br")]
         {
-            assert!(new(&head(content_type, encoding), true).is_none(), "{content_type}");
+            assert!(new(&head(content_type, encoding), OtherList).is_none(), "{content_type}");
         }
     }
 }

@@ -56,6 +56,10 @@ impl VersionLearner {
     pub fn read(&mut self, data: &Bytes) -> Learned {
         match self.body.read(data) {
             ReadProgress::Version(version) => self.compare(version),
+            ReadProgress::StatusVersion(version) => {
+                self.floor.raise_status(version);
+                Learned::Done
+            }
             ReadProgress::Unknown => Learned::Unknown,
             ReadProgress::None => Learned::Done,
         }

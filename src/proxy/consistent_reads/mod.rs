@@ -137,11 +137,12 @@ impl RequestVersions {
         let body = body?;
         BodyVersion::of_prefix(head, body).or_else(|| {
             // The metadata of a list of custom resources follows its items.
-            let mut read = is_whole.then(|| BodyVersion::new(head, true, &self.gzip_state))??;
+            let mut read =
+                is_whole.then(|| BodyVersion::new(head, self.form, &self.gzip_state))??;
             match read.read(body) {
                 ReadProgress::Version(version) => Some(version),
                 ReadProgress::Unknown => read.end(),
-                ReadProgress::None => None,
+                ReadProgress::StatusVersion(_) | ReadProgress::None => None,
             }
         })
     }
@@ -180,7 +181,7 @@ impl RequestVersions {
         (client, endpoint): (&Rc<UpstreamClient>, &Arc<Endpoint>),
     ) -> Option<VersionLearner> {
         let shows = read.shows(endpoint.minor_version()).filter(|_| head.status.is_success())?;
-        let body = BodyVersion::new(head, self.form.is_list(), &self.gzip_state)?;
+        let body = BodyVersion::new(head, self.form, &self.gzip_state)?;
         let floor = self.floor_to_raise(info, client.pool.upstream())?;
         let oldest = self
             .enforced(read)

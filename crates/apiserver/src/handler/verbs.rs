@@ -59,11 +59,11 @@ impl RequestContext {
                 let deleted = cluster.delete(object, &options["preconditions"], dry_run)?;
                 let uid = &deleted.value["metadata"]["uid"];
                 let details = json!({ "name": object.name, "kind": object.kind.plural, "group": object.kind.group, "uid": uid });
-                self.negotiate(200, &success(&details))
+                self.negotiate(200, &self.success(&details, Some(deleted.version)))
             }
             "deletecollection" => {
                 self.delete_collection(target, dry_run)?;
-                self.negotiate(200, &success(&json!({ "kind": target.kind.plural })))
+                self.negotiate(200, &self.success(&json!({ "kind": target.kind.plural }), None))
             }
             _ => Err(StatusError::method_not_allowed()),
         }
@@ -153,17 +153,17 @@ impl RequestContext {
             "exec" | "attach" | "portforward" => tunnel::upgrade(self, object, name, body),
             "eviction" => {
                 self.json_body(body).await?;
-                self.writer().delete(object, &Value::Null, false)?;
-                self.negotiate(201, &success(&Value::Null))
+                let deleted = self.writer().delete(object, &Value::Null, false)?;
+                self.negotiate(201, &self.success(&Value::Null, Some(deleted.version)))
             }
             "binding" => {
                 let binding = self.json_body(body).await?;
-                self.writer().modify(object, false, |now| {
+                let bound = self.writer().modify(object, false, |now| {
                     let mut next = now.clone();
                     next["spec"]["nodeName"] = binding["target"]["name"].clone();
                     Ok(next)
                 })?;
-                self.negotiate(201, &success(&Value::Null))
+                self.negotiate(201, &self.success(&Value::Null, Some(bound.version)))
             }
             _ => Err(StatusError::no_such_path()),
         }
@@ -339,6 +339,18 @@ impl RequestContext {
         respond(code, JSON, ResponseBody::full(table.to_string()))
     }
 
+    /// The Status of a successful request, which has changed an object to this version.
+    fn success(&self, details: &Value, version: Option<u64>) -> Value {
+        let mut metadata = json!({});
+        if let Some(version) = version.filter(|_| self.server.faults.borrow().status_versions) {
+            metadata["resourceVersion"] = version.to_string().into();
+        }
+        json!({
+            "kind": "Status", "apiVersion": "v1", "metadata": metadata, "status": "Success",
+            "details": details,
+        })
+    }
+
     /// A response with this JSON, or 406 if the client does not accept JSON.
     pub(super) fn negotiate(
         &self,
@@ -401,11 +413,4 @@ fn object_key(object: &Object) -> String {
     let meta = &object.value["metadata"];
     let part = |field: &str| meta[field].as_str().unwrap_or_default();
     format!("{}/{}", part("namespace"), part("name"))
-}
-
-fn success(details: &Value) -> Value {
-    json!({
-        "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success",
-        "details": details,
-    })
 }

@@ -13,13 +13,13 @@ use crate::watch::request::{rewrite, with_query};
 /// | part | from | a watch cache reaches it |
 /// |---|---|---|
 /// | objects | objects in answers to reads and writes, and in watch events | by an event |
-/// | lists | the metadata of lists | by an event, or when etcd reports its progress |
+/// | lists | the metadata of lists, and of a Status that answers a write | by an event, or when etcd reports its progress |
 /// | bookmarks | bookmarks of watches | the same |
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct FloorVersions {
     /// The highest version of an object.
     pub objects: u64,
-    /// The highest version of a list.
+    /// The highest version of a list or a Status.
     pub lists: u64,
     /// The highest version of a bookmark.
     pub bookmarks: u64,
@@ -104,13 +104,14 @@ pub enum ReadForm {
     WatchFrom,
     /// A LIST of the most recent version.
     MostRecentList,
-    /// A LIST of an exact version, or a later page.
+    /// A LIST of an exact version, or a later page. Also a delete of a collection, which answers with the list that it
+    /// has read before it deleted the objects (apiserver, `registry/generic/registry/store.go`, `DeleteCollection`).
     OtherList,
     /// A GET of the most recent version.
     MostRecentGet,
     /// A watch whose initial events are most recent.
     MostRecentWatch,
-    /// A create, update, patch or delete, which answers with the object.
+    /// A create, update, patch or delete, which answers with the object or with a Status.
     Write,
 }
 
@@ -154,6 +155,7 @@ impl ReadForm {
                     _ => MostRecentWatch,
                 }
             }
+            (RequestKind::Write, Verb::DeleteCollection) => OtherList,
             (RequestKind::Write, Verb::Create | Verb::Update | Verb::Patch | Verb::Delete) => Write,
             _ => return None,
         })
@@ -328,8 +330,11 @@ mod tests {
             (Method::PUT, "/api/v1/nodes/n/status", Some(Write)),
             (Method::PATCH, "/api/v1/nodes/n", Some(Write)),
             (Method::DELETE, "/api/v1/nodes/n", Some(Write)),
-            (Method::DELETE, "/api/v1/nodes", None),
+            (Method::DELETE, "/api/v1/nodes", Some(OtherList)),
+            (Method::POST, "/api/v1/namespaces/a/pods/p/binding", Some(Write)),
+            (Method::POST, "/api/v1/namespaces/a/pods/p/eviction", Some(Write)),
             (Method::POST, "/api/v1/namespaces/a/pods?dryRun=All", None),
+            (Method::POST, "/api/v1/namespaces/a/pods/p/eviction?dryRun=All", None),
         ] {
             assert_eq!(form(&method, target), expected, "{method} {target}");
         }

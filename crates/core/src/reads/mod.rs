@@ -60,7 +60,27 @@
 //! | that one has not reached it either, or an apiserver behind an address may be no endpoint | a most-recent read |
 //! | the most-recent list is older | the floor is lowered, as above |
 //!
-//! # What the answer shows
+//! # What a write shows
+//!
+//! A successful response to a write raises the floor of the resource that was written; any other response raises
+//! nothing. So a client reads its own writes, whichever apiserver answers:
+//!
+//! | response | raises |
+//! |---|---|
+//! | an object, also of `status`, `scale` and other subresources that answer with an object of the resource or its version | the version of objects |
+//! | a Status with a version: a delete from Kubernetes 1.38 on, `pods/binding`, `pods/eviction` and `bindings` (of pods) as soon as they have one | the version of lists |
+//! | a Status without a version | nothing |
+//! | the list that answers the delete of a collection | the version of lists |
+//!
+//! The version of a Status is that of the deletion, or, if another request had deleted the object meanwhile, one at which
+//! it did not exist (apiserver, from 1.38 on). The second is no version of an event, so no cache is sure to reach
+//! it by one, as with that of a list. A response does not say which of the two it has.
+//!
+//! Without a version, nothing in the response bounds the version of the deletion: a read of any version may then show the
+//! object until the cache of its endpoint has the event. The same is true after the delete of a collection, whose list
+//! was read before the objects were deleted. A client that must not see them reads without `resourceVersion`.
+//!
+//! # What the answer to a read shows
 //!
 //! A list has the version of the cache in its metadata, so it can be compared with the floor. A GET has only the version
 //! of its object:

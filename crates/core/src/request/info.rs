@@ -237,16 +237,29 @@ impl RequestInfo {
         self.target.as_ref().and_then(PathAndQuery::query).unwrap_or("")
     }
 
-    /// Group and resource, for example `apps/deployments`, or `pods` of the core group; `None` for a request that names
-    /// no resource, and for a subresource whose responses are no objects of the resource.
+    /// Group and resource whose version a response shows, for example `apps/deployments`, or `pods` of the core group;
+    /// `None` for a request that names no resource, and for a subresource whose responses show no version of the resource.
+    ///
+    /// A binding and an eviction change a pod, and answer with a Status that may have its version (kube-apiserver,
+    /// `pkg/registry/core/pod/storage`). The resource `bindings` is an older form of `pods/binding`.
     pub fn resource_name(&self) -> Option<Cow<'_, str>> {
         let (group, resource) = (self.part(self.group), self.part(self.resource));
-        let is_object = matches!(
-            self.part(self.subresource),
-            "" | "status" | "scale" | "resize" | "ephemeralcontainers" | "approval" | "finalize"
-        );
-        if resource.is_empty() || !is_object {
-            return None;
+        match (group, resource, self.part(self.subresource)) {
+            ("", "bindings", "") | ("", "pods", "binding" | "eviction") => {
+                return Some("pods".into());
+            }
+            (_, "", _) => return None,
+            (
+                ..,
+                ""
+                | "status"
+                | "scale"
+                | "resize"
+                | "ephemeralcontainers"
+                | "approval"
+                | "finalize",
+            ) => {}
+            _ => return None,
         }
         Some(if group.is_empty() { resource.into() } else { format!("{group}/{resource}").into() })
     }

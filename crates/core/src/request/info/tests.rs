@@ -306,6 +306,28 @@ fn request_outside_the_prefix_is_no_resource_request() {
 }
 
 #[test]
+fn resource_name_is_that_of_the_versions_in_the_response() {
+    for (method, target, expected) in [
+        ("POST", "/api/v1/namespaces/x/pods", Some("pods")),
+        ("DELETE", "/apis/apps/v1/namespaces/x/deployments/d", Some("apps/deployments")),
+        ("PUT", "/apis/apps/v1/namespaces/x/deployments/d/scale", Some("apps/deployments")),
+        ("PATCH", "/api/v1/nodes/n/status", Some("nodes")),
+        ("PATCH", "/api/v1/namespaces/x/pods/p/resize", Some("pods")),
+        ("PATCH", "/api/v1/namespaces/x/pods/p/ephemeralcontainers", Some("pods")),
+        ("POST", "/api/v1/namespaces/x/pods/p/binding", Some("pods")),
+        ("POST", "/api/v1/namespaces/x/pods/p/eviction", Some("pods")),
+        ("POST", "/api/v1/namespaces/x/bindings", Some("pods")),
+        ("POST", "/apis/e.com/v1/namespaces/x/bindings", Some("e.com/bindings")),
+        ("POST", "/apis/e.com/v1/namespaces/x/pods/p/eviction", None),
+        ("POST", "/api/v1/namespaces/x/serviceaccounts/a/token", None),
+        ("GET", "/api/v1/namespaces/x/pods/p/log", None),
+        ("GET", "/api/v1", None),
+    ] {
+        assert_eq!(info(method, target).resource_name().as_deref(), expected, "{target}");
+    }
+}
+
+#[test]
 fn request_info_with_a_prefix_is_not_larger() {
     // Each request keeps one.
     assert_eq!(size_of::<RequestInfo>(), 96);

@@ -76,6 +76,20 @@ pub fn head_version(bytes: &[u8]) -> HeadVersion {
     }
 }
 
+/// Whether a body that begins with `bytes` is a Status; `None` if its kind has not arrived.
+pub fn is_status(bytes: &[u8]) -> Option<bool> {
+    let mut found = None;
+    // Ends with `None` at the kind, at the end of the bytes, or at a malformed item.
+    let whole = Scan { bytes, at: 0 }.members(|scan, key| {
+        if !key.is(b"kind") {
+            return scan.skip();
+        }
+        found = Some(scan.key()?.is(b"Status"));
+        None
+    });
+    found.or(whole.map(|()| false))
+}
+
 /// The version in the end of a list whose items precede its metadata.
 ///
 /// The list ends after its metadata and other members with strings as values. The items are not read, so the

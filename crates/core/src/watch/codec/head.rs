@@ -1,15 +1,15 @@
-//! Reads the resource version of a response that is no watch: of an object, of a list, or of a table.
+//! Reads the resource version of a response that is no watch: of an object, a list, a table or a Status.
 //!
 //! kube-apiserver writes `metadata` before the items of a list and before the `spec` of an object, so the beginning of
 //! the body has the version. Only the JSON of custom resources has its keys in alphabetical order, and CBOR in any order:
 //! the metadata of a list may follow its items, and [`json_tail`] and [`cbor_tail`] read it from the end of the body.
 //!
 //! Protobuf: `k8s\0` and `Unknown{1: TypeMeta{2: kind}, 2: raw}`. Field 1 of raw is `ObjectMeta` with 6:
-//! resourceVersion, and in lists and tables `ListMeta` with 2: resourceVersion (apimachinery, `generated.proto` of
-//! meta/v1 and runtime).
+//! resourceVersion, and in lists, tables and a Status `ListMeta` with 2: resourceVersion (apimachinery,
+//! `generated.proto` of meta/v1 and runtime).
 
 use super::version::{HeadVersion, as_u64};
-use super::{cbor, json, protobuf};
+use super::{Encoding, cbor, json, protobuf};
 
 /// The version in the beginning of a JSON body.
 pub fn json_head(bytes: &[u8]) -> HeadVersion {
@@ -24,6 +24,15 @@ pub fn protobuf_head(bytes: &[u8]) -> HeadVersion {
 /// The version in the beginning of a CBOR body.
 pub fn cbor_head(bytes: &[u8]) -> HeadVersion {
     cbor::head_version(bytes)
+}
+
+/// Whether the body that begins with `bytes` is a Status; `None` if its kind has not arrived.
+pub fn is_status(encoding: Encoding, bytes: &[u8]) -> Option<bool> {
+    match encoding {
+        Encoding::Json => json::is_status(bytes),
+        Encoding::Protobuf => protobuf::is_status(bytes),
+        Encoding::Cbor => cbor::is_status(bytes),
+    }
 }
 
 /// The version in the end of the CBOR of a list whose metadata follows its items.
@@ -82,6 +91,10 @@ mod tests {
             (r#"{"kind":"Pod","metadata":{"resourceVersion":"1"#, Incomplete),
             ("", Incomplete),
             (r#"{"kind":"Status","apiVersion":"v1","metadata":{},"status":"Failure"}"#, None),
+            (
+                r#"{"kind":"Status","apiVersion":"v1","metadata":{"resourceVersion":"8"},"status":"Success","details":{}}"#,
+                Version(8),
+            ),
             (r#"{"kind":"PodMetricsList","metadata":{"resourceVersion":""},"items":[]}"#, None),
             (r#"{"kind":"Pod","metadata":{"resourceVersion":"abc"}}"#, None),
             (r#"{"kind":"Pod","metadata":{"resourceVersion":12}}"#, None),
@@ -127,26 +140,24 @@ mod tests {
         }
     }
 
-    #[test]
-    fn protobuf_head_reads_the_version_of_objects_and_lists() {
-        fn field(out: &mut Vec<u8>, tag: u8, bytes: &[u8]) {
-            out.push(tag << 3 | 2);
+    fn message(fields: &[(u8, &[u8])]) -> Vec<u8> {
+        let mut out = Vec::new();
+        for (tag, bytes) in fields {
             assert!(bytes.len() < 128);
-            out.push(bytes.len() as u8);
+            out.extend([tag << 3 | 2, bytes.len() as u8]);
             out.extend_from_slice(bytes);
         }
-        let message = |fields: &[(u8, &[u8])]| {
-            let mut out = Vec::new();
-            for (tag, bytes) in fields {
-                field(&mut out, *tag, bytes);
-            }
-            out
-        };
-        let body = |kind: &[u8], metadata: &[u8], rest: &[u8]| {
-            let type_meta = message(&[(1, b"v1"), (2, kind)]);
-            let raw = message(&[(1, metadata), (2, rest)]);
-            [&b"k8s\0"[..], &message(&[(1, &type_meta), (2, &raw), (3, b""), (4, b"")])].concat()
-        };
+        out
+    }
+
+    fn protobuf(version: &[u8], kind: &[u8], metadata: &[u8]) -> Vec<u8> {
+        let type_meta = message(&[(1, version), (2, kind)]);
+        let raw = message(&[(1, metadata), (2, b"rest of the body")]);
+        [&b"k8s\0"[..], &message(&[(1, &type_meta), (2, &raw), (3, b""), (4, b"")])].concat()
+    }
+
+    #[test]
+    fn protobuf_head_reads_the_version_of_objects_lists_and_a_status() {
         let object = message(&[(1, b"name"), (2, b"33"), (6, b"12")]);
         let list = message(&[(1, b""), (2, b"34"), (3, b"")]);
         let none = message(&[(1, b"name")]);
@@ -156,8 +167,9 @@ mod tests {
             (b"Table", &list, Version(34)),
             (b"Pod", &none, None),
             (b"Status", &none, None),
+            (b"Status", &list, Version(34)),
         ] {
-            let bytes = body(kind, metadata, b"rest of the body");
+            let bytes = protobuf(b"v1", kind, metadata);
             assert_eq!(protobuf_head(&bytes), expected, "{}", kind.escape_ascii());
             for len in 0..bytes.len() {
                 let found = protobuf_head(&bytes[..len]);
@@ -166,5 +178,33 @@ mod tests {
         }
         assert_eq!(protobuf_head(b"{\"kind\":1}"), None);
         assert_eq!(protobuf_head(&[&b"k8s\0"[..], &[0xff; 24]].concat()), None);
+    }
+
+    #[test]
+    fn status_is_told_from_an_object_by_its_kind() {
+        let object = message(&[(1, b"name"), (6, b"12")]);
+        let json = |text: &str| (Encoding::Json, text.as_bytes().to_vec());
+        let protobuf = |version, kind| (Encoding::Protobuf, protobuf(version, kind, &object));
+        let cbor = |bytes: &[u8]| (Encoding::Cbor, bytes.to_vec());
+        for ((encoding, bytes), expected) in [
+            (json(r#"{"kind":"Status","apiVersion":"v1","metadata":{}}"#), true),
+            (json("{\n  \"kind\": \"Status\",\n  \"apiVersion\": \"v1\"\n}"), true),
+            (json(r#"{"kind":"Pod","status":{"kind":"Status"}}"#), false),
+            (json(r#"{"apiVersion":"e.com/v1","kind":"Foo","metadata":{}}"#), false),
+            (json(r#"{"metadata":{}}"#), false),
+            (protobuf(b"v1", b"Status"), true),
+            (protobuf(b"v1", b"Pod"), false),
+            (protobuf(b"e.com/v1", b"Status"), false),
+            (cbor(b"\xa1\x44kind\x46Status"), true),
+            (cbor(b"\xd9\xd9\xf7\xa2\x48metadata\xa0\x64kind\x66Status"), true),
+            (cbor(b"\xa1\x44kind\x43Pod"), false),
+        ] {
+            let text = bytes.escape_ascii();
+            assert_eq!(is_status(encoding, &bytes), Some(expected), "{text}");
+            for len in 0..bytes.len() {
+                let found = is_status(encoding, &bytes[..len]);
+                assert!(found.is_none_or(|found| found == expected), "{len}: {text}");
+            }
+        }
     }
 }

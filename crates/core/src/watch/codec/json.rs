@@ -37,7 +37,21 @@ pub fn event(frame: &[u8]) -> Option<Event<'_>> {
     found.into_event(|at| ends_initial_events(Scan { bytes: frame, at }))
 }
 
-/// The `metadata.resourceVersion` of an object, a list or a table, of which `bytes` are the beginning.
+/// Whether a body that begins with `bytes` is a Status; `None` if its kind has not arrived.
+pub fn is_status(bytes: &[u8]) -> Option<bool> {
+    let mut found = None;
+    // Ends with `None` at the kind, at the end of the bytes, or at malformed text.
+    let whole = Scan { bytes, at: 0 }.members(|scan, key| {
+        if !text_is(key, b"kind") || scan.token() != Some(b'"') {
+            return scan.skip();
+        }
+        found = Some(text_is(scan.string()?, b"Status"));
+        None
+    });
+    found.or(whole.map(|()| false))
+}
+
+/// The `metadata.resourceVersion` of an object, a list, a table or a Status, of which `bytes` are the beginning.
 pub fn head_version(bytes: &[u8]) -> HeadVersion {
     match early_version(bytes) {
         Some(text) => HeadVersion::of_text(text),

@@ -47,21 +47,36 @@ pub(crate) fn object(bytes: &[u8]) -> Option<&[u8]> {
     is_plain.then_some(object.unwrap_or_default())
 }
 
-/// The version of an object, a list or a table, of which `bytes` are the beginning.
+/// Whether a body that begins with `bytes` is a Status; `None` if its type has not arrived.
+pub fn is_status(bytes: &[u8]) -> Option<bool> {
+    let mut message = bytes.strip_prefix(MAGIC)?;
+    let Ok((1, type_meta)) = head_field(&mut message) else { return None };
+    // What follows the type shows that it is complete.
+    (!message.is_empty()).then(|| has_status_type(type_meta))
+}
+
+/// Whether a `TypeMeta` is that of a Status, which has the version `v1` in all API groups (apimachinery, `meta/v1`,
+/// `AddToGroupVersion`).
+fn has_status_type(type_meta: &[u8]) -> bool {
+    bytes_fields(type_meta, [1, 2]) == Some([Some(b"v1"), Some(b"Status")])
+}
+
+/// The version of an object, a list, a table or a Status, of which `bytes` are the beginning.
 pub fn head_version(bytes: &[u8]) -> HeadVersion {
     let shared = bytes.len().min(MAGIC.len());
     if bytes[..shared] != MAGIC[..shared] {
         return HeadVersion::None;
     }
     let Some(mut message) = bytes.get(MAGIC.len()..) else { return HeadVersion::Incomplete };
-    let mut is_list = false;
+    let mut has_list_meta = false;
     loop {
         match head_field(&mut message) {
             Ok((1, type_meta)) => {
                 let kind = bytes_fields(type_meta, [2]).and_then(|[kind]| kind).unwrap_or_default();
-                is_list = kind.ends_with(b"List") || kind == b"Table";
+                has_list_meta =
+                    kind.ends_with(b"List") || kind == b"Table" || has_status_type(type_meta);
             }
-            Ok((2, raw)) => return raw_version(raw, if is_list { 2 } else { 6 }),
+            Ok((2, raw)) => return raw_version(raw, if has_list_meta { 2 } else { 6 }),
             Ok(_) => {}
             Err(result) => return result,
         }

@@ -299,6 +299,7 @@ impl ClientConnection {
                 .map(|_| self.memory.account(service.upstream.watches.partial_frames())),
             drain: is_watch.then(|| service.drain.clone()),
             heartbeat: Heartbeat::of(&info, &service.heartbeats),
+            previous_failure: None,
             group: GroupRequest::of(&info),
             info,
             watch,

@@ -23,6 +23,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use fastrand::Rng;
+use futures_util::future::LocalBoxFuture;
 use http::{HeaderMap, Request, Response, StatusCode, header};
 use jackstay_core::admission::ByteAccount;
 use jackstay_core::request::attempts::{AttemptEffect, Refused};
@@ -73,6 +74,8 @@ pub struct ForwardedRequest {
     pub info: RequestInfo,
     /// A heartbeat is ended early if its apiserver is not healthy, and settled ([`super::heartbeat`]).
     pub heartbeat: Option<Box<Heartbeat>>,
+    /// The failure of another request, whose outcome this one settles.
+    pub previous_failure: Option<PreviousFailure>,
     /// The parameters of a watch; `None` if its frames cannot be followed, and for any other request.
     pub watch: Option<WatchRequest>,
     /// What the client may hold of the frames of its watches; `Some` if there is a `watch`.
@@ -115,23 +118,28 @@ impl ForwardedRequest {
     ///
     /// # Errors
     /// See [`ForwardResult`].
-    pub async fn forward(self: Box<Self>, mut outcome: Box<Outcome>) -> ForwardResult {
+    pub fn forward(
+        self: Box<Self>,
+        mut outcome: Box<Outcome>,
+    ) -> impl Future<Output = ForwardResult> {
         self.upstream.deposit();
         if self.group.is_some() {
             self.upstream.group_budget.deposit_for_group();
         }
-        let requested_at = outcome.started;
-        let timeout = self.watch.as_ref().and_then(|watch| watch.timeout);
-        let read = self.resource_versions.as_ref().map(|versions| versions.read());
-        let (kind, arrival) = (self.info.kind, (requested_at, timeout));
-        let attempts = Attempts::new(kind, self.heartbeat.is_some(), arrival, read);
-        let mut progress = Progress { attempts, outcome: Some(&mut outcome), requested_at };
-        let result = self.response(&mut progress).await;
-        let Progress { attempts, requested_at, .. } = progress;
-        outcome.hedged |= self.is_answered_by_another(&attempts);
-        match result {
-            Ok(response) => Ok(self.respond(response, &attempts, outcome, requested_at)),
-            Err(refused) => self.refuse(*refused, outcome),
+        async move {
+            let requested_at = outcome.started;
+            let timeout = self.watch.as_ref().and_then(|watch| watch.timeout);
+            let read = self.resource_versions.as_ref().map(|versions| versions.read());
+            let (kind, arrival) = (self.info.kind, (requested_at, timeout));
+            let attempts = Attempts::new(kind, self.heartbeat.is_some(), arrival, read);
+            let mut progress = Progress { attempts, outcome: Some(&mut outcome), requested_at };
+            let result = self.response(&mut progress).await;
+            let Progress { attempts, requested_at, .. } = progress;
+            outcome.hedged |= self.is_answered_by_another(&attempts);
+            match result {
+                Ok(response) => Ok(self.respond(response, &attempts, outcome, requested_at)),
+                Err(refused) => self.refuse(*refused, outcome),
+            }
         }
     }
 
@@ -141,12 +149,9 @@ impl ForwardedRequest {
         &self,
         progress: &mut Progress<'_>,
     ) -> Result<UpstreamResponse, Box<Refused>> {
-        let permit = match (self.acquire(&progress.attempts).await, &self.heartbeat) {
-            (Ok(permit), None) => permit,
-            (acquired, Some(heartbeat)) if heartbeat.object.is_some() => {
-                return self.settle(progress, acquired, heartbeat).await;
-            }
-            (acquired, _) => return self.execute_acquired(progress, acquired).await,
+        let permit = match self.acquire(&progress.attempts).await {
+            Ok(permit) if self.heartbeat.is_none() => permit,
+            acquired => return self.execute_or_settle(progress, acquired).await,
         };
         let connection = Rc::clone(permit.connection());
         progress.sent_to(&connection);
@@ -180,6 +185,17 @@ impl ForwardedRequest {
         self.execute(progress, first, input).await
     }
 
+    fn execute_or_settle<'a>(
+        &'a self,
+        progress: &'a mut Progress<'_>,
+        acquired: Result<Permit, Unavailable>,
+    ) -> LocalBoxFuture<'a, Result<UpstreamResponse, Box<Refused>>> {
+        match self.heartbeat.as_deref().filter(|heartbeat| heartbeat.object.is_some()) {
+            Some(heartbeat) => self.settle(progress, acquired, heartbeat),
+            None => self.execute_acquired(progress, acquired),
+        }
+    }
+
     /// Reports an input of the first attempt to the state machine. The caller executes the effect.
     fn step(&self, progress: &mut Progress<'_>, input: AttemptInput) {
         let (now, mut rng) = (clock::now(), Rng::new());
@@ -189,7 +205,8 @@ impl ForwardedRequest {
 
     /// Takes a stream for the first attempt of a round.
     async fn acquire(&self, attempts: &Attempts) -> Result<Permit, Unavailable> {
-        let (version, required) = (self.wanted_version(attempts), attempts.requirements());
+        let (version, mut required) = (self.wanted_version(attempts), attempts.requirements());
+        required.previous_failure = required.previous_failure.or(self.previous_failure);
         let request = self.stream_request(version, required, true);
         self.upstream.pool.acquire(&self.class, request).await
     }

@@ -19,6 +19,7 @@ use jackstay_core::request::settlement::{
 use jackstay_core::request::status_error::StatusError;
 use jackstay_sys::clock;
 
+use super::execution::Executing;
 use super::{ForwardedRequest, Progress};
 use crate::proxy::attempt::Attempts;
 use crate::proxy::group_request::GroupRequest;
@@ -56,24 +57,23 @@ enum Event {
 
 impl ForwardedRequest {
     /// Waits for the response to a heartbeat, and settles its outcome if that is unknown.
-    pub(super) async fn settle<'a>(
+    pub(super) fn settle<'a>(
         &'a self,
         progress: &'a mut Progress<'_>,
         acquired: Result<Permit, Unavailable>,
         heartbeat: &'a Heartbeat,
-    ) -> Response {
-        let first = async move { self.execute_acquired(progress, acquired).await };
+    ) -> Executing<'a> {
         let settling = Settling {
             request: self,
             heartbeat,
-            writes: [Some(Box::pin(first)), None],
+            writes: [Some(self.execute_acquired(progress, acquired)), None],
             ended: [None, None],
             look_up: None,
             object: None,
             trouble: Box::pin(heartbeat.last.trouble.notified()),
             settlement: None,
         };
-        Box::pin(settling.run()).await
+        Box::pin(settling.run())
     }
 
     /// Another request on behalf of this client, which was preceded by one that has failed so.
@@ -82,7 +82,7 @@ impl ForwardedRequest {
         head: Request<()>,
         info: RequestInfo,
         heartbeat: Option<Box<Heartbeat>>,
-        previous: Option<PreviousFailure>,
+        previous_failure: Option<PreviousFailure>,
     ) -> LocalBoxFuture<'static, Response> {
         let is_heartbeat = heartbeat.is_some();
         let request = Self {
@@ -92,6 +92,7 @@ impl ForwardedRequest {
             head,
             body: self.body.clone().filter(|_| is_heartbeat),
             heartbeat,
+            previous_failure,
             watch: None,
             frames: None,
             drain: None,
@@ -106,7 +107,6 @@ impl ForwardedRequest {
             let requested_at = clock::now();
             let arrival = (requested_at, None);
             let attempts = Attempts::new(request.info.kind, is_heartbeat, arrival, None);
-            let attempts = attempts.after_failure(previous);
             let mut progress = Progress { attempts, outcome: None, requested_at };
             request.response(&mut progress).await
         })

@@ -144,8 +144,6 @@ pub struct Attempts<C> {
     read: Option<ConsistentRead>,
     /// How the request continues after the last endpoint that had not reached its version.
     after_not_reached: Option<AfterNotReached>,
-    /// How another request failed, whose outcome this one settles.
-    previous_failure: Option<PreviousFailure>,
 }
 
 #[derive(Debug)]
@@ -217,15 +215,7 @@ impl<C> Attempts<C> {
             unavailable: 0,
             read,
             after_not_reached: None,
-            previous_failure: None,
         }
-    }
-
-    /// The first round prefers another connection than that on which another request has failed so.
-    #[must_use]
-    pub fn after_failure(mut self, previous: Option<PreviousFailure>) -> Self {
-        self.previous_failure = previous;
-        self
     }
 
     /// Number of hedges that got a stream.
@@ -276,10 +266,7 @@ impl<C> Attempts<C> {
     /// The requirements of [`AttemptEffect::Acquire`] and [`AttemptEffect::Retry`], without those that follow from the
     /// kind of the request.
     pub fn requirements(&self) -> StreamRequirements {
-        let required = StreamRequirements {
-            previous_failure: self.previous_failure,
-            ..StreamRequirements::default()
-        };
+        let required = StreamRequirements::default();
         let failed = self.failed.as_deref().filter(|_| !self.is_holding());
         let Some(FailedRound { failure, connection }) = failed else { return required };
         let previous = failure.previous(connection.key);

@@ -7,7 +7,7 @@ import uuid
 from collections import Counter
 
 from rig import log, wait_for
-from workers import Client, Worker
+from workers import Client, WatchWorker, Worker
 
 LEASES = "/apis/coordination.k8s.io/v1/namespaces/default/leases"
 # The defaults of leader election (k8s.io/component-base/config/v1alpha1/defaults.go).
@@ -105,7 +105,11 @@ class Renewals:
         for holder in self.holders:
             holder.finish()
         sent = {time for holder in self.holders for time in holder.renewed}
-        wait_for("all renewals to be shown", lambda: sent <= self.shown.keys(), 30)
+
+        def shown():
+            self.case.assertIsNone(self.watch.failure)
+            return sent <= self.shown.keys()
+        wait_for("all renewals to be shown", shown, 30)
         self.watch.finish()
         failed = [one for holder in self.holders for one in holder.failed]
         log(f"    {what}: {len(sent)} renewals, {len(failed)} failed, slowest {max(h.slowest for h in self.holders):.2f} s")
@@ -115,20 +119,18 @@ class Renewals:
         return max(holder.slowest for holder in self.holders)
 
 
-class LeaseWatch(Worker):
+class LeaseWatch(WatchWorker):
     """Counts how often each renewal is shown."""
 
     def __init__(self, case, server, version, shown):
         super().__init__(case)
         self.shown = shown
-        client = Client(case.rig, case.rig.server(server), case.rig.admin_cert)
-        self.response = client.send("GET", f"{LEASES}?watch=1&resourceVersion={version}", timeout=1)
+        self.client = Client(case.rig, case.rig.server(server), case.rig.admin_cert)
+        self.response = self.client.send("GET", f"{LEASES}?watch=1&resourceVersion={version}", timeout=None)
 
     def work(self):
-        try:
-            line = self.response.readline()
-        except TimeoutError:
-            return
+        line = self.response.readline()
+        assert line, "the watch ended"
         event = json.loads(line)
         renewed = event["object"]["spec"].get("renewTime")
         if event["type"] == "MODIFIED" and renewed:

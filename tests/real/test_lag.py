@@ -2,9 +2,7 @@
 elsewhere, and no leader election loses its lease, with the default configuration."""
 
 import base64
-import contextlib
 import json
-import socket
 import time
 import unittest
 
@@ -12,7 +10,7 @@ from figures import LONG, record, within
 from leases import LEADERS, LEASES, Leader
 from rig import ADDRESSES, log, wait_for
 from test_jackstay import JackstayCase
-from workers import Client, Worker
+from workers import Client, WatchWorker, Worker
 
 # Longer than the time after which an apiserver's etcd client gives up (10 s).
 CUT = 13
@@ -45,7 +43,7 @@ class Writer(Worker):
         self.stopping.wait(EVENT_INTERVAL)
 
 
-class Watcher(Worker):
+class Watcher(WatchWorker):
     """A watch; `delays` are the times from writes to their events, with the times of the writes."""
 
     def __init__(self, case, resource):
@@ -70,21 +68,6 @@ class Watcher(Worker):
                 self.delays.append((written, time.monotonic() - written))
         if not self.stopping.is_set():
             self.ends.append(time.monotonic())
-        self.client.close()
-
-    def finish(self):
-        """Ends the watch. A response keeps its socket open after a close, so that its thread would read until the next event."""
-        self.stopping.set()
-
-        def ended():
-            connection = self.client.connection
-            if connection and connection.sock:
-                with contextlib.suppress(OSError):
-                    # Not the shutdown of SSLSocket, which takes the TLS state from the thread that reads.
-                    socket.socket.shutdown(connection.sock, socket.SHUT_RDWR)
-            self.join(0.1)
-            return not self.is_alive()
-        wait_for("the watch to end", ended, 30)
         self.client.close()
 
 

@@ -1,9 +1,13 @@
 """Threads that work beside a test, and the client that they use."""
 
+import contextlib
 import http.client
 import json
+import socket
 import ssl
 import threading
+
+from rig import wait_for
 
 
 class Worker(threading.Thread):
@@ -25,6 +29,25 @@ class Worker(threading.Thread):
         self.stopping.set()
         self.join(30)
         self.case.assertIsNone(self.failure, type(self).__name__)
+
+
+class WatchWorker(Worker):
+    """A worker that reads a watch of its `client`."""
+
+    def finish(self):
+        """Ends the watch. A response keeps its socket open after a close, so that its thread would read until the next event."""
+        self.stopping.set()
+
+        def ended():
+            connection = self.client.connection
+            if connection and connection.sock:
+                with contextlib.suppress(OSError):
+                    # Not the shutdown of SSLSocket, which takes the TLS state from the thread that reads.
+                    socket.socket.shutdown(connection.sock, socket.SHUT_RDWR)
+            self.join(0.1)
+            return not self.is_alive()
+        wait_for("the watch to end", ended, 30)
+        self.client.close()
 
 
 class Client:

@@ -224,7 +224,7 @@ fn verdict(results: &Results) -> Vec<String> {
     }
     if results.broken.is_empty() {
         lines.push(
-            "Every promise held: no failed read or heartbeat, no broken watch, no lost or repeated event."
+            "Every promise held: no failed request, no broken watch, no event lost or twice."
                 .to_owned(),
         );
     } else {

@@ -35,8 +35,8 @@ const MAX_HELD_TOTAL: usize = 32 << 20;
 /// How much of a body is discarded after its request was answered. The same as `maxPostHandlerReadBytes` of Go's
 /// `net/http`, the server of kube-apiserver.
 const MAX_DISCARDED: usize = 256 << 10;
-/// How long the rest of such a body may take.
-const MAX_DISCARD_TIME: Duration = Duration::from_secs(1);
+/// How long the rest of a body may take whose upload has ended.
+const MAX_REST_TIME: Duration = Duration::from_secs(1);
 
 /// Bytes that a held piece costs besides the memory of its data: its handle, in a vector that doubles when it is full.
 const PIECE_COST: usize = 2 * size_of::<Bytes>();
@@ -182,14 +182,25 @@ impl RequestBody {
         self.held.whole.get() && matches!(*self.end.borrow(), Some(End::Done(_)))
     }
 
-    /// Reads the rest of a body whose upload has ended, while it is held and not above `max_bytes`.
+    /// Reads and holds the rest of a body whose upload has ended, up to `max_bytes` in all and for at most a second.
     pub async fn read_rest(&self, max_bytes: usize) {
-        while self.is_held() && self.held.length.get() <= max_bytes {
-            // No piece has this index, so the next one comes from the client.
-            if poll_fn(|cx| self.poll_piece(usize::MAX, cx)).await.is_err() {
-                return;
-            }
+        let may_read = || self.is_held() && self.held.length.get() <= max_bytes;
+        if may_read() {
+            self.read_on(|_| may_read()).await;
         }
+    }
+
+    /// Reads further pieces from the client, until `goes_on` is false for the length of one, or [`MAX_REST_TIME`] is over.
+    async fn read_on(&self, mut goes_on: impl FnMut(usize) -> bool) {
+        let rest = async {
+            // No piece has this index, so the next one comes from the client.
+            while let Ok(data) = poll_fn(|cx| self.poll_piece(usize::MAX, cx)).await {
+                if !goes_on(data.len()) {
+                    break;
+                }
+            }
+        };
+        let _ = timeout(MAX_REST_TIME, rest).await;
     }
 
     /// The whole body, if it has arrived and is held.
@@ -222,17 +233,12 @@ impl RequestBody {
             return;
         }
         self.stop_holding();
-        let rest = async {
-            let mut discarded = 0;
-            // No piece has this index, so the next one comes from the client.
-            while let Ok(data) = poll_fn(|cx| self.poll_piece(usize::MAX, cx)).await {
-                discarded += data.len();
-                if discarded > MAX_DISCARDED {
-                    break;
-                }
-            }
-        };
-        let _ = timeout(MAX_DISCARD_TIME, rest).await;
+        let mut discarded = 0;
+        self.read_on(|len| {
+            discarded += len;
+            discarded <= MAX_DISCARDED
+        })
+        .await;
     }
 
     /// Sends the body from its beginning on `stream`, in a separate task.

@@ -11,6 +11,7 @@ use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::time::{Duration, Instant};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 const LEASES: &str = "/apis/coordination.k8s.io/v1/namespaces/default/leases";
 /// The version of the object before the heartbeat.
@@ -202,6 +203,20 @@ async fn lost_heartbeat_is_answered_by_what_its_object_shows() {
             assert_eq!(reply.json()["kind"], "Status", "{name}");
         }
     }
+}
+
+/// The connection of a heartbeat is lost while its client still sends it. The client gets its error all the same.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn heartbeat_whose_body_does_not_end_is_answered() {
+    let (peers, proxy, _client) = setup_with(2, |_| {}).await;
+    peers.set_actions([Action::Close]);
+    let mut wire = proxy.wire(&peers.certs, "http/1.1").await;
+    let head = "PUT /apis/coordination.k8s.io/v1/namespaces/default/leases/n HTTP/1.1\r\nHost: a\r\n\
+                Content-Type: application/json\r\nContent-Length: 1000\r\n\r\n{";
+    wire.write_all(head.as_bytes()).await.unwrap();
+    let mut status = [0; 12];
+    soon("a response", wire.read_exact(&mut status)).await.unwrap();
+    assert_eq!(&status, b"HTTP/1.1 502");
 }
 
 /// A client that holds a lease.

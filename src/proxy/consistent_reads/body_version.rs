@@ -69,7 +69,7 @@ pub struct BodyVersion {
     gzip: Option<GzipDecoder>,
     /// The beginning, as far as it has arrived; `None` once it is known to have no version.
     head: Option<BytesMut>,
-    /// Whether the version of a Status is told from that of an object.
+    /// The body answers a write, so it may be a Status instead of an object.
     may_be_status: bool,
     /// The latest bytes of a list in JSON or CBOR, whose metadata may follow its items.
     tail: Option<Vec<u8>>,

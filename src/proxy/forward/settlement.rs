@@ -4,6 +4,7 @@
 use std::future::poll_fn;
 use std::rc::Rc;
 use std::task::{Context, Poll};
+use std::time::Duration;
 
 use futures_util::future::LocalBoxFuture;
 use http::header::{ACCEPT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE};
@@ -17,7 +18,9 @@ use jackstay_core::request::settlement::{
     WrittenObject,
 };
 use jackstay_core::request::status_error::StatusError;
+use jackstay_core::watch::request::with_query;
 use jackstay_sys::clock;
+use tokio::time::timeout;
 
 use super::execution::Executing;
 use super::{ForwardedRequest, Progress};
@@ -27,6 +30,9 @@ use crate::proxy::heartbeat::Heartbeat;
 use crate::proxy::upstream_client::UpstreamResponse;
 use crate::upstream::connection::Permit;
 use crate::upstream::pool::Unavailable;
+
+/// How long the rest of an object may take whose first part has arrived. It has some kilobytes.
+const MAX_BODY_TIME: Duration = Duration::from_secs(1);
 
 /// The response to a request, or why there is none.
 type Response = Result<UpstreamResponse, Box<Refused>>;
@@ -217,26 +223,20 @@ impl Settling<'_> {
 
     /// Reads the object from etcd: a GET without a resourceVersion, with the headers of the heartbeat.
     fn read_object(&self) -> LocalBoxFuture<'static, Response> {
-        let mut head = self.request.head.clone();
-        *head.method_mut() = Method::GET;
-        let mut uri = head.uri().clone().into_parts();
-        let path = self.request.head.uri().path();
-        uri.path_and_query = path.parse().ok();
-        if let Ok(uri) = uri.try_into() {
-            *head.uri_mut() = uri;
-        }
+        let (mut head, ()) = self.request.head.clone().into_parts();
+        head.method = Method::GET;
+        head.uri = with_query(&head.uri, "");
         for name in [CONTENT_TYPE, CONTENT_LENGTH, ACCEPT_ENCODING] {
-            head.headers_mut().remove(name);
+            head.headers.remove(name);
         }
-        let info = RequestInfo::new(
-            &head.clone().into_parts().0,
-            &self.request.upstream.pool.upstream().path_prefix,
-        );
+        let info = RequestInfo::new(&head, &self.request.upstream.pool.upstream().path_prefix);
         let previous = self.heartbeat.last.connection.get();
+        let head = Request::from_parts(head, ());
         let response = self.request.on_behalf(head, info, None, previous);
         Box::pin(async move {
             let mut response = response.await?;
-            response.read_rest(MAX_BODY).await;
+            // A body that does not end in time shows nothing.
+            let _ = timeout(MAX_BODY_TIME, response.read_rest(MAX_BODY)).await;
             Ok(response)
         })
     }
@@ -264,6 +264,7 @@ impl Settling<'_> {
     }
 
     fn count(&self, outcome: &'static str) {
+        tracing::debug!(path = self.request.head.uri().path(), outcome, "heartbeat settled");
         self.request.upstream.metrics.settled(outcome);
     }
 }

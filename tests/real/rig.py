@@ -857,8 +857,9 @@ class Rig:
 
     def kubectl_start(self, config, *argv, variant=CURRENT_KUBECTL, **options):
         options.setdefault("stdin", subprocess.DEVNULL)
+        options.setdefault("text", True)
         return subprocess.Popen(self.kubectl_argv(config, *argv, variant=variant), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                                text=True, env=self.kubectl_env(variant), **options)
+                                env=self.kubectl_env(variant), **options)
 
     # ---- nodes ----
 

@@ -325,35 +325,46 @@ class Tunnels(x, unittest.TestCase):
     def test_zero_window_is_not_a_dead_path(self):
         """A copy that pauses, in either direction, is not ended.
 
-        The copy must be larger than all buffers on the path: if the tar in the pod exits while kubectl is paused,
-        its last data is lost behind the apiserver with or without jackstay (kubernetes issue 60140; 6 of 6 direct
-        runs). It uses SPDY, because kubectl closes a WebSocket that it has not read from for a minute."""
+        The processes in the pod exit only after the test has seen the last byte: kubelet closes the connection when
+        the process exits, and what is still on its way is lost, with or without jackstay (kubernetes issue 60140:
+        `kubectl cp` sometimes ends with "unexpected EOF"). The exec uses SPDY, because kubectl closes a WebSocket that
+        it has not read from for a minute."""
         spdy = RELEASE.transports[-1]
         def abnormal_ends():
             ends = [(k, v) for k, v in self.jackstay.metrics().items() if k.startswith("jackstay_passthrough_closed_total")]
             return sum(v for k, v in ends if not any(f'reason="{own}"' in k for own in ("done", "client_reset", "server_reset")))
         before = abnormal_ends()
         pause = 300 if LONG else 20
-        size = 96 << 20
+        size = 96 << 20  # more than all buffers on the path
         local = self.rig.dir / "zero-window-up"
         local.write_bytes(os.urandom(size))
-        up_digest = hashlib.sha256(local.read_bytes()).hexdigest()
-        copy = self.rig.dir / "zero-window-down"
+        digest = hashlib.sha256(local.read_bytes()).hexdigest()
         self.rig.kubectl(self.config, "cp", str(local), "tool:/tmp/zero", "-c", "web", timeout=120, check=True)
         # Upwards the pod stops reading; downwards kubectl is stopped with SIGSTOP.
         up = self.exec(f"head -c 100000 | sha256sum >/dev/null; echo pause; sleep {pause}; wc -c; sleep 1", stdin=open(local, "rb"), variant=spdy)
-        down = self.rig.kubectl_start(self.config, "cp", "tool:/tmp/zero", str(copy), "-c", "web", variant=spdy)
+        down = self.exec("cat /tmp/zero; read end", stdin=subprocess.PIPE, variant=spdy, text=False)
+        received, copied = hashlib.sha256(), [0]
+
+        def receive():
+            while copied[0] < size and (piece := down.stdout.read1(1 << 20)):
+                received.update(piece)
+                copied[0] += len(piece)
+        receiver = threading.Thread(target=receive, daemon=True)
         with StoppedOnExit(up), StoppedOnExit(down):
-            wait_for("the copy to begin", lambda: copy.exists() and copy.stat().st_size > 0, 20, pause=0.01)
+            receiver.start()
+            wait_for("the copy to begin", lambda: copied[0] > 0, 20, pause=0.01)
             down.send_signal(signal.SIGSTOP)
-            stuck = copy.stat().st_size
+            stuck = copied[0]
             self.assertEqual(self.next_line(up), "pause\n")
             log(f"zero windows for {pause} s; downwards stopped at {stuck} of {size} bytes")
             time.sleep(pause)
+            self.assertLess(copied[0], size, "the copy was complete before the pause")
             down.send_signal(signal.SIGCONT)
-            out, err = down.communicate(timeout=120)
+            receiver.join(120)
+            self.assertEqual(copied[0], size, f"kubectl exited: {down.poll()}")
+            self.assertEqual(received.hexdigest(), digest)
+            _, err = down.communicate(b"\n", timeout=120)
             self.assertEqual(down.returncode, 0, err)
-            self.assertEqual(hashlib.sha256(copy.read_bytes()).hexdigest(), up_digest)
             self.assertGreater(int(self.next_line(up)), size - 200_000)
             _, err = up.communicate(timeout=120)
             self.assertEqual(up.returncode, 0, err)

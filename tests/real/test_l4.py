@@ -341,7 +341,8 @@ class Tunnels(x, unittest.TestCase):
         digest = hashlib.sha256(local.read_bytes()).hexdigest()
         self.rig.kubectl(self.config, "cp", str(local), "tool:/tmp/zero", "-c", "web", timeout=120, check=True)
         # Upwards the pod stops reading; downwards kubectl is stopped with SIGSTOP.
-        up = self.exec(f"head -c 100000 | sha256sum >/dev/null; echo pause; sleep {pause}; wc -c; sleep 1", stdin=open(local, "rb"), variant=spdy)
+        script = f"rm -f /tmp/seen; head -c 100000 | sha256sum >/dev/null; echo pause; sleep {pause}; wc -c; until [ -e /tmp/seen ]; do sleep 1; done"
+        up = self.exec(script, stdin=open(local, "rb"), variant=spdy)
         down = self.exec("cat /tmp/zero; read end", stdin=subprocess.PIPE, variant=spdy, text=False)
         received, copied = hashlib.sha256(), [0]
 
@@ -366,6 +367,7 @@ class Tunnels(x, unittest.TestCase):
             _, err = down.communicate(b"\n", timeout=120)
             self.assertEqual(down.returncode, 0, err)
             self.assertGreater(int(self.next_line(up)), size - 200_000)
+            self.rig.kubectl(self.config, "exec", "tool", "-c", "web", "--", "sh", "-c", ": > /tmp/seen", timeout=120, check=True)
             _, err = up.communicate(timeout=120)
             self.assertEqual(up.returncode, 0, err)
         self.assertEqual(abnormal_ends(), before, self.jackstay.process.tail())

@@ -13,7 +13,8 @@
 //! | [`parameters`] | which apiservers honour the parameters of a watch, and may continue it | – |
 //! | [`request`] | decides which watches can be parsed and resumed, and rewrites their requests | codec |
 //! | [`session`] | state machine of one watch, without I/O; the time is an argument | codec, request |
-//! | [`relay`] | passes received chunks through codec and session | codec, request, session |
+//! | [`shadow`] | decides on the frames of a watch with two streams | codec, session |
+//! | [`relay`] | passes received chunks through codec and session | codec, request, session, shadow |
 
 pub mod codec;
 pub mod gzip;
@@ -22,6 +23,7 @@ pub mod parameters;
 pub mod relay;
 pub mod request;
 pub mod session;
+pub mod shadow;
 
 pub use self::session::ResumeRound;
 

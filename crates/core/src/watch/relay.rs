@@ -2,18 +2,23 @@
 //! and parses frames, the session decides on each.
 //!
 //! Adjacent frames of a chunk that are forwarded leave as one slice of that chunk, so a burst of events
-//! becomes one piece of output.
+//! becomes one piece of output. A watch with two streams ([`super::shadow`]) is in [`shadowed`].
+
+mod shadowed;
 
 use super::codec::event::{Event, EventType};
 use super::codec::frame::{FrameSplitter, Piece};
 use super::codec::{Encoding, parse, version};
 use super::request::WatchRequest;
 use super::session::{Session, SessionEffect, SessionInput};
+use super::shadow::{Shadow, ShadowEnd, Side};
 use crate::admission::ByteAccount;
 use crate::credential_class::ClientRank;
 use bytes::Bytes;
 use std::ops::Range;
 use std::time::Instant;
+
+pub use self::shadowed::FirstEnd;
 
 /// The codec and the session of one watch.
 #[derive(Debug)]
@@ -21,6 +26,8 @@ pub struct Relay {
     encoding: Encoding,
     splitter: FrameSplitter,
     session: Session,
+    /// Boxed, because most watches have none.
+    shadow: Option<Box<Shadow>>,
 }
 
 /// The result of [`Relay::push`].
@@ -35,6 +42,20 @@ pub struct PushResult {
     pub error_event: Option<Bytes>,
     /// The versions that the chunk has shown.
     pub versions: ChunkVersions,
+    /// What has become of the shadow, if it has ended.
+    pub shadow: Option<ShadowEnd>,
+}
+
+impl Default for PushResult {
+    fn default() -> Self {
+        Self {
+            absorbed: 0,
+            effect: SessionEffect::None,
+            error_event: None,
+            versions: ChunkVersions::default(),
+            shadow: None,
+        }
+    }
 }
 
 /// The highest versions in one chunk; 0 without any.
@@ -75,12 +96,16 @@ impl Relay {
             encoding,
             splitter: FrameSplitter::new(encoding, account),
             session: Session::new(request, requested_at),
+            shadow: None,
         }
     }
 
     /// The client has proven this, by which the buffered bytes are limited.
     pub fn raise_rank(&mut self, rank: ClientRank) {
         self.splitter.raise_rank(rank);
+        if let Some(shadow) = &mut self.shadow {
+            shadow.raise_rank(rank);
+        }
     }
 
     /// The account of the bytes that the relay buffers.
@@ -104,6 +129,9 @@ impl Relay {
         reason = "one loop over the frames of a chunk, on the path of each event"
     )]
     pub fn push(&mut self, chunk: &Bytes, now: Instant, mut out: impl FnMut(Bytes)) -> PushResult {
+        if self.shadow.is_some() {
+            return self.push_shadowed(Side::First, chunk, now, &mut out);
+        }
         // The bytes of the chunk that will leave as one slice.
         let mut run = 0..0;
         let mut at = 0;
@@ -173,30 +201,37 @@ impl Relay {
                         effect,
                         error_event,
                         versions,
+                        shadow: None,
                     };
                 }
             }
             at += len;
         }
         flush(chunk, &mut run, &mut out);
-        PushResult { absorbed, effect: SessionEffect::None, error_event: None, versions }
+        PushResult { absorbed, versions, ..PushResult::default() }
     }
 
     /// Called when the server has ended the stream. Returns the buffered part of an incomplete frame, which
-    /// the client receives too.
+    /// the client receives too. The shadow, if there is one, is dropped; see [`Self::first_ended`].
     pub fn server_ended(&mut self, now: Instant) -> Bytes {
+        self.shadow = None;
         self.session.step(SessionInput::ServerEnded, now);
         self.splitter.reset()
     }
 
-    /// Called when the stream was lost. Drops the buffered part of an incomplete frame.
+    /// Called when the stream was lost. Drops the buffered part of an incomplete frame. [`SessionEffect::None`]: the
+    /// stream of the shadow is that of the watch from now on.
     pub fn stream_lost(&mut self, quiet: bool, now: Instant) -> SessionEffect {
         self.splitter.reset();
+        if self.promote(None, quiet, now) {
+            return SessionEffect::None;
+        }
         self.session.step(SessionInput::StreamLost { quiet }, now)
     }
 
     /// Called when etcd was restored from a backup. Drops the buffered part of an incomplete frame.
     pub fn history_lost(&mut self, error_event: Bytes, now: Instant) -> SessionEffect {
+        self.shadow = None;
         self.splitter.reset();
         self.session.step(SessionInput::HistoryLost { error_event }, now)
     }
@@ -209,6 +244,7 @@ impl Relay {
     /// Called when a new stream has replaced one that works. Drops the buffered part of an incomplete frame:
     /// the new stream sends that frame again.
     pub fn move_ended(&mut self, now: Instant) {
+        self.shadow = None;
         self.splitter.reset();
         self.session.step(SessionInput::MoveEnded { moved: true }, now);
     }

@@ -46,6 +46,7 @@
 //! | Ordered | `GroupUnordered` | Passthrough | |
 //! | any | `Stop` | Ended | `End` |
 //! | any | `HistoryLost` with an ERROR event | Ended | `End`, after the event if the ending is clean |
+//! | any | `Contradicted` | Ended | `End`, with a reset |
 //! | any other than Resuming | `Accepted`, `AttemptFailed`, `OutageEnded`: impossible | Ended | `End`; a panic with debug assertions |
 //!
 //! A watch ends instead of resuming if less than 2 s are left until its deadline, or if it was resumed 12
@@ -107,6 +108,7 @@
 //! | state | ending |
 //! |---|---|
 //! | after an unreadable frame, or within an oversized frame | reset |
+//! | two streams of the watch contradict each other ([`super::shadow`]) | reset: the client may lack an event below its last one, and a reflector lists |
 //! | Ordered after a DELETED of an Event, the stream lost | reset: others may have the same version, and a reflector lists |
 //! | Ordered otherwise, or Passthrough after the initial events | clean: a reflector watches again without a list |
 //! | Initial with `sendInitialEvents` and bookmarks for the client | clean: the client notices that the bookmark which ends the initial events is missing, and a reflector requests them again |
@@ -120,7 +122,9 @@ mod leave;
 mod limiter;
 mod queries;
 mod round;
+pub(super) mod second;
 mod state;
+mod stream;
 
 use self::exclusions::Exclusions;
 use self::limiter::ResumeLimiter;
@@ -144,6 +148,7 @@ pub use self::round::{ResumeRound, max_outage_jitter, no_connection_pause};
 
 /// One watch.
 #[derive(Debug)]
+#[cfg_attr(test, derive(Clone))]
 pub struct Session {
     request: WatchRequest,
     deadline: Option<Instant>,
@@ -207,6 +212,7 @@ impl Session {
             SessionInput::MoveEnded { moved } => self.on_move_ended(moved, now),
             SessionInput::Stop(reason) => self.stop(reason, now),
             SessionInput::HistoryLost { error_event } => self.on_history_lost(error_event),
+            SessionInput::Contradicted => SessionEffect::End(Ending::Reset, NotResumable::Diverged),
         };
         if let SessionEffect::End(ending, _) = effect
             && ending != Ending::Withheld
@@ -262,7 +268,7 @@ impl Session {
                 return self.end_withheld(NotResumable::TooOld, Some(error_event));
             }
         } else if let State::Ordered(watch) = &mut self.state
-            && let Some(round) = watch.unconfirmed.take()
+            && let Some(round) = watch.stream.unconfirmed.take()
         {
             let cursor = self.request.resumable_group.then(|| watch.cursor.clone());
             self.state = State::Resuming { cursor, round };

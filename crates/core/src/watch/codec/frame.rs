@@ -47,6 +47,7 @@ pub struct FrameSplitter {
 
 /// How the splitter finds the end of the current frame.
 #[derive(Debug)]
+#[cfg_attr(test, derive(Clone))]
 enum Boundary {
     /// JSON: at the next newline.
     Newline,
@@ -163,6 +164,17 @@ impl FrameSplitter {
         self.boundary = Boundary::start(self.encoding);
         self.oversized = false;
         self.take_buffered()
+    }
+
+    /// A copy whose buffer counts in another budget.
+    #[cfg(test)]
+    #[must_use]
+    pub fn fork(&self, account: ByteAccount) -> Self {
+        let mut bytes = Vec::with_capacity(self.partial.bytes.capacity());
+        bytes.extend_from_slice(&self.partial.bytes);
+        account.take(bytes.capacity());
+        let partial = PartialFrame { bytes, account };
+        Self { partial, boundary: self.boundary.clone(), ..*self }
     }
 
     /// Takes the buffer, which counts in the budget until the returned bytes are dropped.

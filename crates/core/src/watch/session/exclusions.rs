@@ -26,6 +26,7 @@ const STARTING_PAUSE: Duration = Duration::from_secs(1);
 
 /// The endpoints that a watch does not ask. See the table of the module.
 #[derive(Debug, Default)]
+#[cfg_attr(test, derive(Clone))]
 pub struct Exclusions {
     /// Endpoints that are not asked again in this round.
     round: Vec<EndpointKey>,

@@ -53,6 +53,8 @@ pub enum SessionInput<'a> {
     /// etcd was restored from a backup, so that the cursor is not a version of its history. The client receives this
     /// ERROR event.
     HistoryLost { error_event: Bytes },
+    /// Two streams of the watch have shown different events ([`super::super::shadow`]).
+    Contradicted,
 }
 
 impl SessionInput<'_> {
@@ -72,6 +74,7 @@ impl SessionInput<'_> {
             Self::MoveEnded { .. } => "MoveEnded",
             Self::Stop(_) => "Stop",
             Self::HistoryLost { .. } => "HistoryLost",
+            Self::Contradicted => "Contradicted",
         }
     }
 }

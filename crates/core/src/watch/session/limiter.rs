@@ -24,6 +24,7 @@ const EVACUATION_PAUSE: Duration = Duration::from_secs(2);
 
 /// Counts the recent resumes and moves of one watch.
 #[derive(Debug, Default)]
+#[cfg_attr(test, derive(Clone))]
 pub struct ResumeLimiter {
     /// Start of the current window, and the number of resumes in it.
     window: Option<(Instant, u32)>,
@@ -71,7 +72,7 @@ impl ResumeLimiter {
     }
 
     /// The number of resumes in the current window.
-    fn recent_resumes(&self, now: Instant) -> u32 {
+    pub fn recent_resumes(&self, now: Instant) -> u32 {
         self.window
             .filter(|(began, _)| now.saturating_duration_since(*began) < WINDOW)
             .map_or(0, |(_, count)| count)

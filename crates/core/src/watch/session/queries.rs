@@ -76,7 +76,9 @@ impl Session {
     /// How the client's stream would end if jackstay ended it now, although its upstream stream works.
     pub fn ending_by_choice(&self, now: Instant) -> Ending {
         match &self.state {
-            State::Ordered(watch) if watch.cursor.is_settled(now) && !self.mid_frame => {
+            State::Ordered(watch)
+                if watch.cursor.is_settled(now) && !watch.stream.is_behind() && !self.mid_frame =>
+            {
                 Ending::Clean
             }
             _ => self.ending(),

@@ -61,6 +61,7 @@ fn attempts(quiet: bool, recent_resumes: u32) -> Backoff {
 
 /// The attempts to resume a watch that follow one loss of its stream.
 #[derive(Debug)]
+#[cfg_attr(test, derive(Clone))]
 pub struct ResumeRound {
     end: Instant,
     /// Number of attempts and of recent resumes; each doubles the maximum jitter.

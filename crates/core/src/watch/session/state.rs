@@ -4,6 +4,7 @@
 use super::cursor::Cursor;
 use super::input::{Ending, NotResumable, SessionEffect};
 use super::round::ResumeRound;
+use super::stream::StreamState;
 use crate::watch::codec::event::{Event, EventType};
 use crate::watch::codec::version::ResourceVersion;
 use crate::watch::request::WatchRequest;
@@ -16,6 +17,7 @@ const TOO_OLD: u16 = 410;
 
 /// The states of the tables in [`super`].
 #[derive(Debug)]
+#[cfg_attr(test, derive(Clone))]
 pub enum State {
     /// Initial events arrive, in no order.
     Initial(Delivered),
@@ -43,19 +45,10 @@ pub enum Delivered {
 
 /// A watch whose events arrive in the order of their versions.
 #[derive(Debug)]
+#[cfg_attr(test, derive(Clone))]
 pub struct Ordered {
     pub cursor: Cursor,
-    /// The stream was requested at the cursor or before it, not with the original request.
-    resumed: bool,
-    /// Number of events at the cursor that the client has received, and that the stream has yet to repeat.
-    to_repeat: u32,
-    /// The stream began before the events at the cursor, so that further ones may follow.
-    from_before: bool,
-    /// One event at or below the cursor has been discarded on this stream.
-    discarded: bool,
-    /// The round in which the stream was opened; `None` once the stream is confirmed. Boxed, because most watches
-    /// have none.
-    pub unconfirmed: Option<Box<ResumeRound>>,
+    pub stream: StreamState,
     /// [`NotResumable::Oversized`] until the next frame, or [`NotResumable::UnknownEvent`] permanently.
     not_resumable: Option<NotResumable>,
 }
@@ -67,7 +60,9 @@ impl State {
         match &request.version {
             Some(version) if !request.send_initial_events => {
                 let cursor = Cursor::new(version.clone(), request);
-                Self::Ordered(Ordered { unconfirmed: round, ..Ordered::new(cursor) })
+                let mut watch = Ordered::new(cursor);
+                watch.stream.unconfirmed = round;
+                Self::Ordered(watch)
             }
             _ => Self::Initial(Delivered::Nothing),
         }
@@ -161,7 +156,9 @@ impl State {
     pub fn on_oversized_piece(&mut self, begins: bool, request: &WatchRequest) -> SessionEffect {
         match self {
             // The client may have received this frame on an earlier stream.
-            Self::Ordered(watch) if begins && watch.resumed && watch.unconfirmed.is_some() => {
+            Self::Ordered(watch)
+                if begins && watch.stream.is_resumed() && !watch.stream.is_confirmed() =>
+            {
                 return SessionEffect::End(watch.cursor.ending(), NotResumable::Oversized);
             }
             Self::Ordered(watch) => {
@@ -248,7 +245,7 @@ impl State {
     pub fn is_confirmed(&self) -> bool {
         match self {
             Self::Initial(delivered) => *delivered != Delivered::Nothing,
-            Self::Ordered(watch) => watch.is_confirmed(),
+            Self::Ordered(watch) => watch.stream.is_confirmed(),
             Self::Passthrough { .. } => true,
             Self::Moving(_) | Self::Resuming { .. } | Self::Ended { .. } => false,
         }
@@ -294,23 +291,13 @@ enum Position {
 impl Ordered {
     /// A watch at `cursor`, on the stream of the original request.
     pub fn new(cursor: Cursor) -> Self {
-        Self {
-            cursor,
-            resumed: false,
-            to_repeat: 0,
-            from_before: false,
-            discarded: false,
-            unconfirmed: None,
-            not_resumable: None,
-        }
+        Self { cursor, stream: StreamState::original(), not_resumable: None }
     }
 
     /// A watch that continues on another stream, which was opened in `round`.
     pub fn resumed(cursor: Cursor, round: Box<ResumeRound>) -> Self {
-        let to_repeat = cursor.repeated();
-        let from_before = to_repeat > 0;
-        let unconfirmed = Some(round);
-        Self { resumed: true, to_repeat, from_before, unconfirmed, ..Self::new(cursor) }
+        let stream = StreamState::resumed(cursor.repeated(), round);
+        Self { stream, ..Self::new(cursor) }
     }
 
     /// Decides on one frame. `Err`: the frame is forwarded, and the watch enters Passthrough. `shown`: an event or
@@ -325,7 +312,7 @@ impl Ordered {
         let end = |reason| Ok(SessionEffect::End(ending, reason));
         let Some(event) = frame else {
             let reason = NotResumable::Unreadable;
-            return if self.resumed { end(reason) } else { Err(reason) };
+            return if self.stream.is_resumed() { end(reason) } else { Err(reason) };
         };
         if event.event_type == EventType::Error {
             return self.on_error(event.status_code == Some(TOO_OLD));
@@ -335,13 +322,13 @@ impl Ordered {
         match self.position(event.event_type, version.as_ref(), shown) {
             Position::Next => {}
             Position::Repeated => {
-                self.to_repeat -= 1;
+                self.stream.to_repeat -= 1;
                 return Ok(SessionEffect::Discard);
             }
             Position::Asked => return Ok(SessionEffect::Discard),
             Position::Gap => return end(NotResumable::Diverged),
-            Position::Behind if self.resumed => {
-                if version.is_some() && !std::mem::replace(&mut self.discarded, true) {
+            Position::Behind if self.stream.is_resumed() => {
+                if version.is_some() && !std::mem::replace(&mut self.stream.discarded, true) {
                     return Ok(SessionEffect::Discard);
                 }
                 let is_proven = shown || version.is_none();
@@ -355,7 +342,7 @@ impl Ordered {
         let version = version.ok_or(NotResumable::VersionNotNumeric)?;
         if shown && self.cursor.version().is_jump_to(&version) {
             let reason = NotResumable::VersionJumped;
-            return if self.resumed { end(reason) } else { Err(reason) };
+            return if self.stream.is_resumed() { end(reason) } else { Err(reason) };
         }
         if event.event_type == EventType::Unknown {
             self.not_resumable = Some(NotResumable::UnknownEvent);
@@ -364,7 +351,7 @@ impl Ordered {
         {
             self.not_resumable = None;
         }
-        self.unconfirmed = None;
+        self.stream.unconfirmed = None;
         self.cursor.advance(version, event.event_type, now);
         Ok(SessionEffect::Forward)
     }
@@ -380,14 +367,20 @@ impl Ordered {
         // A watch receives events after the version that it names, so the stream must have shown the cursor or begun
         // before it.
         let may_share = event_type == EventType::Deleted
-            && if self.resumed { self.from_before || self.is_confirmed() } else { shown };
-        match (version.cmp(self.cursor.version()), self.to_repeat) {
+            && if self.stream.is_resumed() {
+                self.stream.is_from_before() || self.stream.is_confirmed()
+            } else {
+                shown
+            };
+        match (version.cmp(self.cursor.version()), self.stream.to_repeat) {
             (Ordering::Greater, 0) => Position::Next,
             (Ordering::Equal, 0) if is_bookmark || may_share => Position::Next,
             (Ordering::Equal, 1..) if !is_bookmark => Position::Repeated,
             (Ordering::Greater | Ordering::Equal, 1..) => Position::Gap,
             (Ordering::Less, _)
-                if is_bookmark && self.from_before && self.cursor.is_before(version) =>
+                if is_bookmark
+                    && self.stream.is_from_before()
+                    && self.cursor.is_before(version) =>
             {
                 Position::Asked
             }
@@ -395,14 +388,9 @@ impl Ordered {
         }
     }
 
-    /// An event or a bookmark has shown that the stream continues the watch.
-    fn is_confirmed(&self) -> bool {
-        self.unconfirmed.is_none()
-    }
-
     fn on_error(&self, too_old: bool) -> Result<SessionEffect, NotResumable> {
-        if let Some(round) = &self.unconfirmed
-            && (self.resumed || too_old && round.withholds_error())
+        if let Some(round) = &self.stream.unconfirmed
+            && (self.stream.is_resumed() || too_old && round.withholds_error())
         {
             return Ok(SessionEffect::NextEndpoint);
         }

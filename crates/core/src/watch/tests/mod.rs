@@ -6,6 +6,7 @@ mod gzip;
 mod properties;
 mod requests;
 mod session;
+mod shadow;
 mod shared_versions;
 
 use super::codec::event::EventType;

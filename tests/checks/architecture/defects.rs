@@ -1,5 +1,5 @@
-//! The planted defects of the simulator must apply to the source that they change, one after the other: `crates/sim/check-defects` plants
-//! them, and is no part of CI.
+//! The planted defects must apply to the source that they change: `crates/sim/check-defects` plants those of the simulator, one
+//! after the other, and `crates/core/check-defects` those of shadow watches, each alone. Neither is part of CI.
 
 use std::collections::HashMap;
 use std::fs;
@@ -37,14 +37,17 @@ fn hunks(patch: &str) -> Vec<Hunk<'_>> {
     found
 }
 
-/// Applies the patches one after the other, and returns those that do not apply, with the file.
-fn outdated(root: &Path) -> Vec<String> {
-    let patches = fs::read_dir(root.join("crates/sim/defects")).unwrap();
+/// Applies the patches of a folder one after the other, or each alone, and returns those that do not apply, with the file.
+fn outdated(root: &Path, folder: &str, alone: bool) -> Vec<String> {
+    let patches = fs::read_dir(root.join(folder)).unwrap();
     let mut patches: Vec<_> = patches.map(|entry| entry.unwrap().path()).collect();
     patches.sort();
     let mut sources: HashMap<String, Vec<String>> = HashMap::new();
     let mut outdated = Vec::new();
     for path in patches {
+        if alone {
+            sources.clear();
+        }
         let patch = fs::read_to_string(&path).unwrap();
         let hunks = hunks(&patch);
         assert!(!hunks.is_empty(), "{}: no hunk", path.display());
@@ -67,5 +70,7 @@ fn outdated(root: &Path) -> Vec<String> {
 
 #[test]
 fn planted_defects_apply_to_the_source() {
-    assert_eq!(outdated(Path::new(env!("CARGO_MANIFEST_DIR"))), [""; 0]);
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    assert_eq!(outdated(root, "crates/sim/defects", false), [""; 0]);
+    assert_eq!(outdated(root, "crates/core/defects", true), [""; 0]);
 }

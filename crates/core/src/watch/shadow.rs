@@ -67,7 +67,9 @@
 //! - An event that a wrong server invents is forwarded if it arrives first. The other stream contradicts it with its next
 //!   event or bookmark. If the other stream is lost before, nothing shows that the event was wrong, as
 //!   after a resume on a wrong server.
-//! - The objects of two events of one type and version are not compared.
+//! - The objects of two events of one type and version are not compared, because a frame may have no name, and servers
+//!   may encode an object differently. If a wrong server leaves out one of several DELETED of one version, the client may
+//!   receive another one twice before the streams contradict each other.
 //! - If the shadow was requested after a version, a further DELETED of that version reaches only the first stream. The
 //!   shadow is then dropped, and may be opened again. If the first stream is lost before the DELETED arrives, it is missing, as
 //!   after a resume ([`super::session`]).

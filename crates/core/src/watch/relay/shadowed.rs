@@ -164,6 +164,7 @@ impl Relay {
     }
 
     /// Passes a chunk of one of two streams through the session.
+    #[cold]
     pub(super) fn push_shadowed(
         &mut self,
         side: Side,
@@ -202,7 +203,7 @@ impl Relay {
             };
             let is_oversized = oversized.is_some();
             let decision = match oversized {
-                Some(piece) => self.on_oversized(side, piece, now),
+                Some(piece) => self.on_unusable(side, piece, None, now),
                 None => self.on_frame(side, &frame, now, &mut result.versions),
             };
             at += len;
@@ -361,10 +362,10 @@ impl Relay {
     ) -> Decision {
         let effect = self.step(side, event, now);
         let Some(shadow) = &mut self.shadow else { return effect.into() };
+        if effect != SessionEffect::Forward && side == Side::First {
+            return effect.into();
+        }
         if effect != SessionEffect::Forward || !self.session.is_resumable() {
-            if side == Side::First && !matches!(effect, SessionEffect::Forward) {
-                return effect.into();
-            }
             let end = match side {
                 Side::First => ShadowEnd::FirstNotResumable,
                 Side::Shadow => ShadowEnd::Unusable,
@@ -377,17 +378,13 @@ impl Relay {
         if let Err(Full) = shadow.lead.push(side.other(), frame) {
             decision.shadow = Some(match side {
                 Side::Shadow if self.promote(None, false, now) => ShadowEnd::Promoted,
-                _ => ShadowEnd::TooFarBehind,
+                _ => {
+                    self.drop_shadow(now);
+                    ShadowEnd::TooFarBehind
+                }
             });
-            if decision.shadow == Some(ShadowEnd::TooFarBehind) {
-                self.drop_shadow(now);
-            }
         }
         decision
-    }
-
-    fn on_oversized(&mut self, side: Side, piece: SessionInput<'_>, now: Instant) -> Decision {
-        self.on_unusable(side, piece, None, now)
     }
 
     /// A frame, or a piece of one, that ends one of the streams or the shadow. `bytes` of a whole frame.
@@ -413,6 +410,7 @@ impl Relay {
         let had_shadow = self.has_shadow();
         let effect = self.session.step(input, now);
         let withheld = match effect {
+            // Copied, because it may be held for long.
             SessionEffect::Withhold => bytes.map(|bytes| Bytes::copy_from_slice(bytes)),
             _ => None,
         };

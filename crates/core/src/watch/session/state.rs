@@ -49,8 +49,6 @@ pub enum Delivered {
 pub struct Ordered {
     pub cursor: Cursor,
     pub stream: StreamState,
-    /// [`NotResumable::Oversized`] until the next frame, or [`NotResumable::UnknownEvent`] permanently.
-    not_resumable: Option<NotResumable>,
 }
 
 impl State {
@@ -162,7 +160,7 @@ impl State {
                 return SessionEffect::End(watch.cursor.ending(), NotResumable::Oversized);
             }
             Self::Ordered(watch) => {
-                watch.not_resumable.get_or_insert(NotResumable::Oversized);
+                watch.stream.not_resumable.get_or_insert(NotResumable::Oversized);
             }
             Self::Initial(delivered) => *delivered = Delivered::OversizedFrame,
             _ => {}
@@ -196,7 +194,7 @@ impl State {
     /// original request.
     pub fn resume_cursor(&self, request: &WatchRequest) -> Result<Option<&Cursor>, NotResumable> {
         match self {
-            Self::Ordered(watch) | Self::Moving(watch) => match watch.not_resumable {
+            Self::Ordered(watch) | Self::Moving(watch) => match watch.stream.not_resumable {
                 Some(reason) => Err(reason),
                 // No frame has been forwarded yet: the first one enters Passthrough.
                 None if !request.resumable_group => Ok(None),
@@ -228,7 +226,7 @@ impl State {
         }
         match self {
             Self::Initial(Delivered::OversizedFrame) => Some(NotResumable::Oversized),
-            Self::Ordered(watch) | Self::Moving(watch) => watch.not_resumable,
+            Self::Ordered(watch) | Self::Moving(watch) => watch.stream.not_resumable,
             Self::Passthrough { reason, .. } => Some(*reason),
             _ => None,
         }
@@ -291,13 +289,13 @@ enum Position {
 impl Ordered {
     /// A watch at `cursor`, on the stream of the original request.
     pub fn new(cursor: Cursor) -> Self {
-        Self { cursor, stream: StreamState::original(), not_resumable: None }
+        Self { cursor, stream: StreamState::original() }
     }
 
     /// A watch that continues on another stream, which was opened in `round`.
     pub fn resumed(cursor: Cursor, round: Box<ResumeRound>) -> Self {
         let stream = StreamState::resumed(cursor.repeated(), round);
-        Self { stream, ..Self::new(cursor) }
+        Self { cursor, stream }
     }
 
     /// Decides on one frame. `Err`: the frame is forwarded, and the watch enters Passthrough. `shown`: an event or
@@ -345,11 +343,11 @@ impl Ordered {
             return if self.stream.is_resumed() { end(reason) } else { Err(reason) };
         }
         if event.event_type == EventType::Unknown {
-            self.not_resumable = Some(NotResumable::UnknownEvent);
-        } else if self.not_resumable == Some(NotResumable::Oversized)
+            self.stream.not_resumable = Some(NotResumable::UnknownEvent);
+        } else if self.stream.not_resumable == Some(NotResumable::Oversized)
             && version != *self.cursor.version()
         {
-            self.not_resumable = None;
+            self.stream.not_resumable = None;
         }
         self.stream.unconfirmed = None;
         self.cursor.advance(version, event.event_type, now);
@@ -394,7 +392,7 @@ impl Ordered {
         {
             return Ok(SessionEffect::NextEndpoint);
         }
-        if too_old && self.not_resumable.is_none() {
+        if too_old && self.stream.not_resumable.is_none() {
             return Ok(SessionEffect::Withhold);
         }
         Err(NotResumable::ServerError)

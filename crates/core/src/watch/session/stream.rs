@@ -1,5 +1,6 @@
 //! The state of one upstream stream of a watch, as far as its session knows it.
 
+use super::input::NotResumable;
 use super::round::ResumeRound;
 
 /// From which version a stream was requested.
@@ -24,6 +25,8 @@ pub struct StreamState {
     pub discarded: bool,
     /// The client has received events after those that this stream has shown ([`super::super::shadow`]).
     pub behind: bool,
+    /// [`NotResumable::Oversized`] until the next frame, or [`NotResumable::UnknownEvent`] permanently.
+    pub not_resumable: Option<NotResumable>,
     /// The round in which the stream was opened; `None` once the stream is confirmed. Boxed, because most watches
     /// have none.
     pub unconfirmed: Option<Box<ResumeRound>>,
@@ -37,6 +40,7 @@ impl StreamState {
             to_repeat: 0,
             discarded: false,
             behind: false,
+            not_resumable: None,
             unconfirmed: None,
         }
     }

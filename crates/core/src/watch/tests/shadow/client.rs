@@ -48,32 +48,39 @@ impl Client {
         self.partial.drain(..at);
         // Only a frame above the budget leaves in pieces.
         let begins_last = frames.all[frames.len - 1].bytes.starts_with(&self.partial);
-        let is_large = frames.all[frames.len - 1].bytes.len() > setting.budget;
-        if self.partial.is_empty() || is_large && begins_last {
+        let is_endless = setting.faulty.is_some() && self.partial.iter().all(|byte| *byte == b'{');
+        if self.partial.is_empty() || setting.has_large() && begins_last || is_endless {
             return Ok(());
         }
         Err(format!("not a frame: {:?}", String::from_utf8_lossy(&self.partial)))
     }
 
-    /// Number of received events that are those of the history, in order.
-    fn correct(&self, setting: &Setting) -> usize {
-        let history = 0..setting.frames.len;
-        self.received
-            .iter()
-            .zip(history)
-            .take_while(|(id, event)| usize::from(**id) == *event)
-            .count()
-    }
-
-    /// Whether an event is not that of the history.
-    pub fn is_wrong(&self, setting: &Setting) -> bool {
-        self.correct(setting) < self.received.len()
+    /// Number of received events that are those of the history, in order. Beside a wrong server, events of one type and
+    /// version are not told apart.
+    pub fn correct(&self, setting: &Setting) -> usize {
+        let identity = |id: FrameId| {
+            let frame = setting.frames.get(id);
+            (frame.version, frame.event_type)
+        };
+        let is_same = |received: FrameId, event: FrameId| match setting.faulty {
+            None => received == event,
+            Some(_) => identity(received) == identity(event),
+        };
+        let history = (0..setting.frames.len).map(|event| event as FrameId);
+        self.received.iter().zip(history).take_while(|(id, event)| is_same(**id, *event)).count()
     }
 
     /// The version after which the client watches again.
     fn version(&self, setting: &Setting) -> u64 {
         let last = self.received.last().and_then(|id| setting.frames.get(*id).version);
         last.unwrap_or(START).max(self.bookmark)
+    }
+}
+
+impl Setting {
+    /// The last event is above the budget, so that it leaves in pieces.
+    fn has_large(&self) -> bool {
+        self.frames.all[self.frames.len - 1].bytes.len() > self.budget
     }
 }
 
@@ -97,7 +104,7 @@ impl World {
             (correct..setting.frames.len).any(|event| setting.frames.version(event) < below)
         };
         let streams = [&self.first, &self.second].into_iter().flatten();
-        let mut honest = streams.filter(|stream| stream.honest).peekable();
+        let mut honest = streams.filter(|stream| stream.honest && !stream.blind).peekable();
         let is_honest = honest.peek().is_some();
         if !is_wrong && (is_honest || !may_be_wrong) {
             if lost(client.bookmark) {
@@ -107,13 +114,22 @@ impl World {
                 return Err("the cursor has passed an event".to_owned());
             }
         }
+        let is_running = is_honest && self.end.is_none();
+        if is_running && !client.partial.is_empty() && !setting.has_large() {
+            return Err("a piece of a frame".to_owned());
+        }
         for stream in honest {
-            if !stream.blind && stream.shown(setting) > correct && client.partial.is_empty() {
+            if stream.shown(setting) > correct && client.partial.is_empty() {
                 return Err("an event of a stream is missing".to_owned());
             }
         }
-        // An honest first stream that contradicts the client is not left for the wrong one.
-        if is_wrong && side == Some(Side::First) && shadow == Some(ShadowEnd::Promoted) {
+        // Evidence against a wrong event: from an honest first stream, and from the wrong server itself.
+        let is_dropped = match side {
+            Some(Side::First) => shadow == Some(ShadowEnd::Promoted),
+            Some(Side::Shadow) => is_honest && shadow == Some(ShadowEnd::Unusable),
+            None => false,
+        };
+        if is_wrong && is_dropped {
             return Err("the evidence is dropped".to_owned());
         }
         match self.end {

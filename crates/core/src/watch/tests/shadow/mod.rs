@@ -2,6 +2,7 @@
 //! an oracle that knows the history.
 
 mod client;
+mod rows;
 mod search;
 mod servers;
 mod upstream;
@@ -99,8 +100,13 @@ fn settings(scale: u8) -> Vec<Setting> {
         ..sized("a frame above the budget", Json, WRITES, padding, None, limits)
     };
     let mut settings = vec![
-        setting("writes", Json, WRITES, Limits { losses: scale, ..few }),
-        expiring(setting("expiry", Json, EXPIRY, Limits { bookmarks: scale - 1, ..few })),
+        setting("writes", Json, WRITES, Limits { losses: scale, controls: 0, moves: 0, ..few }),
+        expiring(setting(
+            "expiry",
+            Json,
+            EXPIRY,
+            Limits { bookmarks: 0, errors: 0, controls: 0, ..few },
+        )),
         with_bookmarks(expiring(setting("mixed", Json, MIXED, failing))),
         with_bookmarks(setting("errors", Json, WRITES, Limits { bookmarks: scale - 1, ..failing })),
         expiring(setting("stopped", Json, MIXED, stopped)),
@@ -117,11 +123,20 @@ fn settings(scale: u8) -> Vec<Setting> {
     for fault in FAULTS {
         for at in 0..=usize::from(scale) {
             let bookmarks = u8::from(scale > 1 || at == 0);
-            let limits = Limits { ends: 0, cuts: 0, moves: 0, bookmarks, losses: scale, ..few };
-            let fault = Some(fault(at));
-            settings.push(with_bookmarks(sized("writes", Json, WRITES, 0, fault, limits)));
+            let errors = u8::from(scale > 1 && at == 1);
+            let limits =
+                Limits { ends: 0, cuts: 0, moves: 0, errors, bookmarks, losses: scale, ..few };
+            let fault = fault(at);
+            let is_endless = matches!(fault, Fault::Endless(_));
+            let limits = if is_endless { Limits { cuts: 1, errors: 0, ..limits } } else { limits };
+            let budget = if is_endless { 700 } else { 2_000 };
+            let wrong = |name, events| Setting {
+                budget,
+                ..sized(name, Json, events, 0, Some(fault), limits)
+            };
+            settings.push(with_bookmarks(wrong("writes", WRITES)));
             if scale > 1 {
-                settings.push(expiring(sized("mixed", Json, MIXED, 0, fault, limits)));
+                settings.push(expiring(wrong("mixed", MIXED)));
             }
         }
     }

@@ -112,6 +112,11 @@ impl Search<'_> {
         if world.end.is_none() && is_behind {
             self.fail("the watch waits forever", world, world);
         }
+        let World { relay, account, .. } = world.fork(self.setting);
+        drop(relay);
+        if account.budget().held() > 0 {
+            self.fail("memory is not released", world, world);
+        }
     }
 
     fn count(&mut self, shadow: Option<ShadowEnd>) {

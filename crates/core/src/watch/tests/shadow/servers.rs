@@ -173,7 +173,7 @@ impl Frames {
                 let text = String::from_utf8(json_event("ADDED", 77, "none")).unwrap();
                 frame.push(self.push(text.replace("77", "7a").into_bytes(), None, None));
             }
-            Fault::Endless(_) => frame.push(self.push(vec![b'{'; 60], None, None)),
+            Fault::Endless(_) => frame.push(self.push(vec![b'{'; 150], None, None)),
         }
         FaultyServer { fault, frames: frame }
     }

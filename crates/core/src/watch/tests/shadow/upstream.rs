@@ -24,12 +24,12 @@ pub struct Stream {
     at: usize,
     cut: Cut,
     pub honest: bool,
-    /// The client had received a wrong event when the stream was opened, so that this one cannot show it.
+    /// It was opened after a wrong server alone had shown a wrong event or hidden one, so that it cannot show this.
     pub blind: bool,
     /// The version of its request.
     requested: u64,
     /// The events of the history up to that version.
-    before: usize,
+    pub before: usize,
     /// Its server has sent an ERROR event.
     pub failed: bool,
     /// Its response head has arrived.
@@ -59,6 +59,12 @@ impl Stream {
     }
 
     pub fn actions(&self, side: Side, left: &Limits, setting: &Setting, actions: &mut Vec<Action>) {
+        if left.losses > 0 {
+            actions.push(Action::Lose(side));
+        }
+        if left.ends > 0 || self.failed {
+            actions.push(Action::End(side));
+        }
         let push = |chunk| Action::Push(side, chunk);
         let rest = self.sent.len() - self.at;
         if self.cut != Cut::None {
@@ -76,6 +82,9 @@ impl Stream {
                     actions.push(push(Chunk::Two));
                 }
             }
+            if self.is_endless(setting) {
+                return;
+            }
             if left.bookmarks > 0 {
                 let can = |next: &bool| self.bookmark(setting, *next).is_some();
                 let bookmarks = [false, true].into_iter().filter(can);
@@ -84,12 +93,6 @@ impl Stream {
             if left.errors > 0 {
                 actions.extend([Action::Error(side, 0), Action::Error(side, 1)]);
             }
-        }
-        if left.losses > 0 {
-            actions.push(Action::Lose(side));
-        }
-        if left.ends > 0 || self.failed {
-            actions.push(Action::End(side));
         }
     }
 
@@ -110,6 +113,12 @@ impl Stream {
         }
         let below = version(*self.sent.get(self.at)?)?.checked_sub(1)?;
         (below > last).then(|| setting.common.bookmark(below)).flatten()
+    }
+
+    /// Within the frame that has no end.
+    fn is_endless(&self, setting: &Setting) -> bool {
+        let last = self.at.checked_sub(1).map(|last| setting.frames.get(self.sent[last]));
+        last.is_some_and(|frame| frame.bytes.starts_with(b"{{"))
     }
 
     /// The next event has the version of the last one.

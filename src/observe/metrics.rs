@@ -6,7 +6,7 @@
 use std::collections::HashMap;
 use std::hash::Hash;
 use std::sync::{Arc, Mutex};
-use std::time::{Instant, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use jackstay_core::admission::{MemoryBudget, MemoryKind, Shed};
 use jackstay_sys::clock;
@@ -255,6 +255,11 @@ impl Metrics {
         self.registry.count(&names::WATCH_RESUMES, &[outcome], 1);
     }
 
+    /// Records how a shadow of a watch has ended, and for how long it ran.
+    pub fn shadow_ended(&self, outcome: &'static str, ran: Duration) {
+        self.registry.histogram(&names::SHADOW_DURATION, &[outcome]).record(ran.as_secs_f64());
+    }
+
     /// Counters of the bytes of compressed watches.
     pub fn watch_gzip_bytes(&self, upstream: &str) -> GzipBytes {
         let counter = |form| self.registry.counter(&names::WATCH_GZIP_BYTES, &[upstream, form]);
@@ -419,6 +424,7 @@ mod tests {
         gzip_bytes.received.increment(1);
         gzip_bytes.inflated.increment(10);
         metrics.watch_gzip_failed("control-plane", "invalid");
+        metrics.shadow_ended("promoted", Duration::from_millis(300));
         metrics.stream_waits("control-plane").increment(1);
         metrics.streams_exhausted("control-plane").increment(1);
         metrics.held_watches().increment(1);

@@ -39,9 +39,11 @@ impl Registry {
     /// A registry in which every metric of the table is described, and none has a series yet.
     pub(super) fn new() -> Self {
         let mut builder = PrometheusBuilder::new();
-        for (spec, buckets) in
-            [(names::REQUEST_DURATION, DURATION_BUCKETS), (names::PING_RTT, RTT_BUCKETS)]
-        {
+        for (spec, buckets) in [
+            (names::REQUEST_DURATION, DURATION_BUCKETS),
+            (names::SHADOW_DURATION, DURATION_BUCKETS),
+            (names::PING_RTT, RTT_BUCKETS),
+        ] {
             builder = builder
                 .set_buckets_for_metric(Matcher::Full(spec.name.to_owned()), buckets)
                 .unwrap_or_else(|error| unreachable!("the bucket lists are not empty: {error}"));

@@ -54,6 +54,14 @@ fn may_carry(class: CredentialClass, shown: Option<&Subject>, proven: Option<&Su
     }
 }
 
+/// What the watches of a connection look at when it changes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Watched {
+    /// [`WatchMoves::notification_count`].
+    notifications: u32,
+    is_suspect: bool,
+}
+
 static NEXT_KEY: AtomicUsize = AtomicUsize::new(0);
 
 /// A connection, shared inside one worker.
@@ -159,6 +167,16 @@ impl Connection {
         self.machine.borrow().suspect_since()
     }
 
+    /// Whether it is suspect.
+    pub fn is_suspect(&self) -> bool {
+        self.state() == ConnectionState::Suspect
+    }
+
+    /// Whether it was suspect and has become live again within `period`.
+    pub fn has_recovered_within(&self, period: Duration, now: Instant) -> bool {
+        self.machine.borrow().has_recovered_within(period, now)
+    }
+
     /// When the connection began to drain. `None` once it is dead.
     pub fn draining_since(&self) -> Option<Instant> {
         self.machine.borrow().draining_since()
@@ -224,10 +242,21 @@ impl Connection {
         self.machine.borrow().drain_urgency()
     }
 
-    /// Waits until [`Self::should_drain`], or until [`WatchMoves::notification_count`] differs from
-    /// `seen`.
-    pub async fn drain_or_notification(&self, seen: u32) {
-        while !self.should_drain() && self.moves.notification_count() == seen {
+    /// Waits until [`Self::should_drain`].
+    pub async fn until_should_drain(&self) {
+        while !self.should_drain() {
+            self.changed.notified().await;
+        }
+    }
+
+    /// What its watches look at when it changes.
+    pub fn watched(&self) -> Watched {
+        Watched { notifications: self.moves.notification_count(), is_suspect: self.is_suspect() }
+    }
+
+    /// Waits until [`Self::should_drain`], or until [`Self::watched`] differs from `seen`.
+    pub async fn drain_or_change(&self, seen: Watched) {
+        while !self.should_drain() && self.watched() == seen {
             self.changed.notified().await;
         }
     }

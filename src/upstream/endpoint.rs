@@ -43,6 +43,7 @@ use jackstay_core::pool::EndpointKey;
 use jackstay_core::probe::answers::{ProbeAnswers, RefusalMeaning};
 pub use jackstay_core::probe::schedule::ProbeTrigger;
 use jackstay_core::request::start_up::Uptime;
+use jackstay_core::watch::shadow::opening::ShadowCount;
 use jackstay_sys::clock;
 use jackstay_sys::sockets::zone;
 use jackstay_sys::utc::{Utc, wall_clock};
@@ -112,6 +113,8 @@ pub struct Endpoint {
     pub probe: ProbeSignals,
     /// What flows show about the endpoint.
     pub flow_evidence: FlowEvidence,
+    /// The shadows of watches at the endpoint.
+    pub shadows: ShadowCount,
     fallback: AtomicBool,
     shared: AtomicBool,
     /// Notified when a connection is opened or closed.
@@ -199,6 +202,7 @@ impl Endpoint {
             api_root: ArcSwap::default(),
             probe: ProbeSignals::default(),
             flow_evidence: FlowEvidence::new(clock::now()),
+            shadows: ShadowCount::new(),
             fallback: AtomicBool::new(false),
             shared: AtomicBool::new(false),
             connections_changed: Notify::new(),

@@ -111,6 +111,8 @@ pub struct ConnectionMachine {
     drain_reason: Option<DrainReason>,
     /// See [`Self::set_end_expected`].
     end_expected: bool,
+    /// When the last wrong suspicion ended.
+    recovered_at: Option<Instant>,
     close_requested: Option<DrainReason>,
 }
 
@@ -141,6 +143,7 @@ impl ConnectionMachine {
             fails_unsafe_requests: false,
             drain_reason: None,
             end_expected: false,
+            recovered_at: None,
             close_requested: None,
         }
     }
@@ -156,7 +159,10 @@ impl ConnectionMachine {
         let mut effects = Effects { round_trip: self.health.pong(now), ..Effects::default() };
         self.set_findings(Responsiveness::Responds, false, &mut effects);
         let to = match self.state() {
-            ConnectionState::Suspect => ConnectionState::Live,
+            ConnectionState::Suspect => {
+                self.recovered_at = Some(now);
+                ConnectionState::Live
+            }
             // Streams have left it.
             ConnectionState::Unresponsive => ConnectionState::Draining,
             ConnectionState::Live | ConnectionState::Draining | ConnectionState::Dead => {
@@ -417,6 +423,11 @@ impl ConnectionMachine {
     /// it has never been suspect.
     pub fn suspect_since(&self) -> Option<Instant> {
         self.state.suspect_since()
+    }
+
+    /// Whether it was suspect and has become live again within `period`.
+    pub fn has_recovered_within(&self, period: Duration, now: Instant) -> bool {
+        self.recovered_at.is_some_and(|at| now.saturating_duration_since(at) < period)
     }
 
     /// When it began to drain. `None` once it is dead.

@@ -116,10 +116,8 @@ impl Requests for PooledRequests {
             timeout(HEAD_TIMEOUT, response).await.map_err(timed_out)?.map_err(connection_lost)?;
         permit.head_arrived(clock::now());
         let (head, recv) = response.into_parts();
-        let watched = (is_watch && head.status.is_success()).then(|| Watched {
-            upstream: Arc::clone(&self.upstream),
-            notifications: permit.connection().moves.notification_count(),
-        });
+        let is_watch = is_watch && head.status.is_success();
+        let watched = is_watch.then(|| Watched(Arc::clone(&self.upstream)));
         if let Some(watched) = &watched {
             watched.confirm();
         }
@@ -135,16 +133,12 @@ pub struct PooledBody {
     watched: Option<Watched>,
 }
 
-struct Watched {
-    upstream: Arc<Upstream>,
-    /// The notifications of the connection that were seen.
-    notifications: u32,
-}
+struct Watched(Arc<Upstream>);
 
 impl Watched {
     /// Records that the endpoints are current, because an apiserver answers.
     fn confirm(&self) {
-        self.upstream.sources.confirmed(EndpointSource::Slices);
+        self.0.sources.confirmed(EndpointSource::Slices);
     }
 }
 
@@ -154,35 +148,24 @@ impl ResponseChunks for PooledBody {
     async fn next(&mut self, in_event: bool) -> Option<Result<Bytes, RequestError>> {
         let connection = Rc::clone(self.permit.connection());
         let may_leave = self.watched.is_some() && !in_event;
-        loop {
-            let notifications = self.watched.as_ref().map_or(0, |watched| watched.notifications);
-            let next = tokio::select! {
-                next = self.recv.data() => next,
-                () = connection.drain_or_notification(notifications), if may_leave => {
-                    if connection.should_drain() {
-                        return None;
-                    }
-                    if let Some(watched) = &mut self.watched {
-                        watched.notifications = connection.moves.notification_count();
-                    }
-                    continue;
+        let next = tokio::select! {
+            next = self.recv.data() => next,
+            () = connection.until_should_drain(), if may_leave => return None,
+        };
+        match next {
+            Some(Ok(data)) => {
+                let _ = self.recv.flow_control().release_capacity(data.len());
+                if let Some(watched) = &self.watched {
+                    watched.confirm();
                 }
-            };
-            return match next {
-                Some(Ok(data)) => {
-                    let _ = self.recv.flow_control().release_capacity(data.len());
-                    if let Some(watched) = &self.watched {
-                        watched.confirm();
-                    }
-                    Some(Ok(data))
-                }
-                Some(Err(_)) if may_leave => None,
-                Some(Err(error)) => Some(Err(connection_lost(error))),
-                None => {
-                    self.permit.finished();
-                    None
-                }
-            };
+                Some(Ok(data))
+            }
+            Some(Err(_)) if may_leave => None,
+            Some(Err(error)) => Some(Err(connection_lost(error))),
+            None => {
+                self.permit.finished();
+                None
+            }
         }
     }
 }

@@ -3,19 +3,23 @@
 //!
 //! The body reports inputs to [`Session`](jackstay_core::watch::session::Session) and executes the effects
 //! that it returns. [`stream`] reads an upstream stream and waits for a reason to leave it, [`attempt`] opens the
-//! next stream or waits for the end of an outage, [`moving`] opens a stream while the current one works, [`suitable`]
-//! says which endpoints may continue the watch, and [`context`] holds the request.
+//! next stream or waits for the end of an outage, [`moving`] opens a stream while the current one works, [`shadowed`]
+//! reads a second stream while the connection of the first is suspect, [`suitable`] says which endpoints may continue the
+//! watch, and [`context`] holds the request.
 
 mod attempt;
 mod context;
 mod moving;
 mod pieces;
+mod shadow;
+mod shadowed;
 mod stream;
 mod suitable;
 mod versions;
 
 use std::collections::VecDeque;
 use std::rc::Rc;
+use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
@@ -25,20 +29,23 @@ use http_body::Frame;
 use jackstay_core::credential_class::ClientRank;
 use jackstay_core::watch::codec::error_event;
 use jackstay_core::watch::gzip::{ContentCoding, GzipError};
-use jackstay_core::watch::relay::Relay;
+use jackstay_core::watch::relay::{FirstEnd, Relay};
 use jackstay_core::watch::session::{
     AttemptResult, Ending, Leave, LeaveReason, NotResumable, SessionEffect, SessionInput,
 };
+use jackstay_core::watch::shadow::Side;
 use jackstay_sys::clock;
 
 use self::attempt::{AttemptError, AttemptErrorKind, Hold, MoveAttempt, ResumeAttempt};
 use self::pieces::next_output;
+use self::shadow::{Progress, ShadowSource};
 use self::stream::{StreamEvent, UpstreamStream};
-use crate::observe::{Outcome, Side};
+use crate::observe::{self, Outcome};
 use crate::proxy::client_certificate::ProofExpiry;
 use crate::proxy::upstream_client::UpstreamResponse as Response;
 use crate::upstream::connection::Permit;
 use crate::upstream::credentials::CredentialClass;
+use crate::upstream::endpoint::Endpoint;
 use crate::upstream::restores::{AfterNotice, HistoryMark};
 
 pub use self::context::ResumeContext;
@@ -53,6 +60,8 @@ pub struct WatchBody {
     /// Bytes for the client.
     out: VecDeque<Bytes>,
     source: Source,
+    /// The shadow of the stream that is the source.
+    shadow: Option<Box<ShadowSource>>,
     context: ResumeContext,
     /// Completes when the client certificate no longer proves the client's identity; `None` without a
     /// certificate.
@@ -99,6 +108,7 @@ impl WatchBody {
             relay,
             out: VecDeque::new(),
             source: Source::Stream(stream),
+            shadow: None,
             with_gzip,
             proof_expiry: context.proof.expiry(),
             context,
@@ -115,6 +125,7 @@ impl WatchBody {
             stream.raise_rank(ClientRank::Token);
         }
         self.context.class = self.context.upstream.pool.class(CredentialClass::Token);
+        self.raise_rank_of_shadow(ClientRank::Token);
         self.relay.raise_rank(ClientRank::Token);
     }
 
@@ -140,10 +151,17 @@ impl WatchBody {
                 self.look_at_history();
                 continue;
             }
+            if let Some(shadow) = &mut self.shadow
+                && let Poll::Ready(event) =
+                    shadow.poll(cx, &self.context.upstream.watches.gzip_bytes)
+            {
+                self.shadow_event(event);
+                continue;
+            }
             match &mut self.source {
                 Source::Stream(stream) => {
                     match ready!(stream.poll(cx, &self.context.upstream.watches.gzip_bytes)) {
-                        StreamEvent::Data(data) => self.receive(&data),
+                        StreamEvent::Data(data) => self.receive_from(Side::First, &data),
                         StreamEvent::End => self.server_ended(),
                         StreamEvent::Lost(cause) => self.stream_lost(&cause),
                         StreamEvent::Undecodable(error) => self.undecodable(error),
@@ -172,47 +190,21 @@ impl WatchBody {
         }
     }
 
-    /// Passes a received chunk through the relay.
-    fn receive(&mut self, data: &Bytes) {
-        let Source::Stream(stream) = &mut self.source else { return };
-        let before = self.relay.session().not_resumable();
-        let out = &mut self.out;
-        let received_at = stream.received_at();
-        let pushed = self.relay.push(data, received_at, |piece| out.push_back(piece));
-        if let Some(versions) = &mut self.context.resource_versions {
-            versions.record(pushed.versions, received_at);
-        }
-        let session = self.relay.session();
-        // The pool must not close the connection of a watch that cannot lose its stream.
-        stream.permit.set_pinned(!session.can_lose_stream());
-        stream.forwarded(data.len() - pushed.absorbed, pushed.absorbed);
-        if let Some(reason) = session.not_resumable()
-            && before != Some(reason)
-        {
-            self.warn_not_resumable(reason);
-        }
-        match pushed.effect {
-            SessionEffect::None => self.leave_if_possible(),
-            SessionEffect::NextEndpoint | SessionEffect::Withhold => {
-                self.rejected(pushed.error_event);
-            }
-            effect => {
-                self.detach();
-                let cause = "the events of the new stream do not follow the cursor: its endpoint may not \
-                             share a store with the others";
-                self.execute(effect, cause);
-            }
-        }
-    }
-
     fn server_ended(&mut self) {
-        let rest = self.relay.server_ended(clock::now());
+        let rest = match self.relay.first_ended(clock::now()) {
+            FirstEnd::Ended(rest) => rest,
+            FirstEnd::Lost(effect) => {
+                self.detach();
+                return self.continue_after_loss(effect, "the server has ended a stream that lags");
+            }
+        };
         if !rest.is_empty() {
             self.out.push_back(rest);
         }
         if let Source::Stream(stream) = &mut self.source {
             stream.permit.finished();
         }
+        self.end_shadow("watch_ended");
         self.source = Source::Ended(None);
         self.outcome.complete();
     }
@@ -228,10 +220,23 @@ impl WatchBody {
         };
         self.detach();
         if self.context.is_group_unordered() {
-            self.relay.session_mut().step(SessionInput::GroupUnordered, now);
+            let effect = self.relay.group_unordered(now);
+            self.end_shadow("watch_ended");
+            if effect != SessionEffect::None {
+                return self.execute(effect, cause);
+            }
         }
         let effect = self.relay.stream_lost(quiet, now);
-        self.execute(effect, cause);
+        self.continue_after_loss(effect, cause);
+    }
+
+    /// Continues on the shadow, or executes the effect of the loss of the first stream.
+    fn continue_after_loss(&mut self, effect: SessionEffect, cause: &str) {
+        if effect != SessionEffect::None {
+            return self.execute(effect, cause);
+        }
+        tracing::debug!(reason = cause, "watch continues on its shadow");
+        self.continue_on_shadow();
     }
 
     /// Leaves a compressed stream that cannot be decoded.
@@ -262,7 +267,6 @@ impl WatchBody {
             Ok(response) => {
                 let result = self.context.attempt_result(&response);
                 if result.is_accepted() {
-                    self.context.forget_last_connection();
                     self.switch_to(response, "resumed");
                     return self.step(SessionInput::Accepted, "an endpoint continues the watch");
                 }
@@ -294,7 +298,14 @@ impl WatchBody {
         }
         let (session, reason) = (self.relay.session(), stream.deferred);
         match reason.map(|reason| session.leave(reason, clock::now())) {
-            Some(Leave::Search) => stream.search_stream(&self.context, session),
+            Some(Leave::Search) => match self.shadow.as_deref().map(ShadowSource::progress) {
+                Some(Progress::Accepted) => self.stream_lost("the connection drains"),
+                Some(Progress::Requested) => {}
+                Some(Progress::Searching) | None => {
+                    self.shadow = None;
+                    stream.search_stream(&self.context, session);
+                }
+            },
             Some(Leave::Lose) if reason == Some(LeaveReason::GroupSilent) => {
                 self.stream_lost("the API group fails at the endpoint");
             }
@@ -304,18 +315,23 @@ impl WatchBody {
         }
     }
 
-    /// Reads from a new stream from now on. `result` is the label in the metric of resumes.
-    fn switch_to(&mut self, response: Response, result: &'static str) {
+    /// The stream is one at `endpoint` from now on. `result` is the label in the metric of resumes.
+    fn continues_at(&mut self, endpoint: &Arc<Endpoint>, result: &'static str) {
         self.context.forget_move_answers();
-        let connection = response.permit.connection();
-        self.context.served_by(&connection.endpoint);
+        self.context.forget_last_connection();
+        self.context.served_by(endpoint);
         self.outcome.resumes += 1;
-        self.outcome.sent_to(&connection.endpoint.label, true);
+        self.outcome.sent_to(&endpoint.label, true);
         if let Some(versions) = &mut self.context.resource_versions {
-            versions.switch_to(&connection.endpoint);
+            versions.switch_to(endpoint);
         }
         self.context.upstream.metrics.watch_resumed(result);
-        tracing::debug!(endpoint = &*connection.endpoint.label, "watch {result}");
+        tracing::debug!(endpoint = &*endpoint.label, "watch {result}");
+    }
+
+    /// Reads from a new stream from now on. `result` is the label in the metric of resumes.
+    fn switch_to(&mut self, response: Response, result: &'static str) {
+        self.continues_at(&response.permit.connection().endpoint, result);
         // A response whose coding is unknown is not accepted.
         let coding = ContentCoding::of(&response.head.headers).unwrap_or(ContentCoding::Identity);
         let account = self.context.upstream.watches.gzip_state(self.relay.account());
@@ -325,7 +341,7 @@ impl WatchBody {
         let first = response.prefix.and_then(|first| stream.decode(first));
         self.source = Source::Stream(stream);
         if let Some(first) = first {
-            self.receive(&first);
+            self.receive_from(Side::First, &first);
         }
     }
 
@@ -345,10 +361,13 @@ impl WatchBody {
     /// Ends the watch before the server does.
     fn stop(&mut self, reason: NotResumable, cause: &str) {
         self.detach();
-        self.step(SessionInput::Stop(reason), cause);
+        let effect = self.relay.stop(reason, clock::now());
+        self.execute(effect, cause);
     }
 
+    /// Executes an effect other than one on a frame. No stream is read any more.
     fn execute(&mut self, effect: SessionEffect, cause: &str) {
+        self.end_shadow("watch_ended");
         match effect {
             SessionEffect::Request { max_jitter, pause } => {
                 self.request(max_jitter.mul_f64(fastrand::f64()).max(pause), cause);
@@ -453,8 +472,8 @@ impl WatchBody {
             );
         }
         let side = match reason {
-            NotResumable::InternalError => Side::Jackstay,
-            _ => Side::Upstream,
+            NotResumable::InternalError => observe::Side::Jackstay,
+            _ => observe::Side::Upstream,
         };
         self.outcome.cut(side, cause.to_owned());
         if ending == Ending::Reset {

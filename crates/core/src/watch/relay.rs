@@ -23,7 +23,6 @@ pub use self::shadowed::FirstEnd;
 /// The codec and the session of one watch.
 #[derive(Debug)]
 pub struct Relay {
-    encoding: Encoding,
     splitter: FrameSplitter,
     session: Session,
     /// Boxed, because most watches have none.
@@ -93,7 +92,6 @@ impl Relay {
         account: ByteAccount,
     ) -> Self {
         Self {
-            encoding,
             splitter: FrameSplitter::new(encoding, account),
             session: Session::new(request, requested_at),
             shadow: None,
@@ -137,18 +135,19 @@ impl Relay {
         let mut at = 0;
         let mut absorbed = 0;
         let mut versions = ChunkVersions::default();
+        let encoding = self.encoding();
         while at < chunk.len() {
             // The next `len` bytes of the chunk, the bytes of the same frame from earlier chunks, and the
             // session's decision on them.
             let (len, buffered, effect) = match self.splitter.split(&chunk[at..]) {
                 Piece::Whole(len) => {
-                    let event = parse(self.encoding, &chunk[at..at + len]);
+                    let event = parse(encoding, &chunk[at..at + len]);
                     let effect = self.session.step(SessionInput::Frame(event), now);
                     versions.record(event, effect);
                     (len, Bytes::new(), effect)
                 }
                 Piece::Completed(len, frame) => {
-                    let event = parse(self.encoding, &frame);
+                    let event = parse(encoding, &frame);
                     let effect = self.session.step(SessionInput::Frame(event), now);
                     versions.record(event, effect);
                     if effect == SessionEffect::Forward {
@@ -238,7 +237,7 @@ impl Relay {
 
     /// The encoding of the watch.
     pub fn encoding(&self) -> Encoding {
-        self.encoding
+        self.splitter.encoding()
     }
 
     /// Called when a new stream has replaced one that works. Drops the buffered part of an incomplete frame:
@@ -252,9 +251,9 @@ impl Relay {
     /// Whether the first chunk of a stream begins with an ERROR event, with which its server refuses the
     /// watch.
     pub fn begins_with_error(&self, first: &[u8]) -> bool {
-        let mut splitter = FrameSplitter::new(self.encoding, self.splitter.account().clone());
+        let mut splitter = FrameSplitter::new(self.encoding(), self.splitter.account().clone());
         let Piece::Whole(len) = splitter.split(first) else { return false };
-        parse(self.encoding, &first[..len])
+        parse(self.encoding(), &first[..len])
             .is_some_and(|event| event.event_type == EventType::Error)
     }
 }

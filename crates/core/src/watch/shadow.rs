@@ -78,6 +78,7 @@
 
 mod judgement;
 pub mod lead;
+pub mod opening;
 
 use super::codec::frame::FrameSplitter;
 use super::session::second::{SecondStream, StreamState};

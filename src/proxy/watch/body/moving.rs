@@ -32,7 +32,8 @@ use crate::upstream::connection::Permit;
 use crate::upstream::endpoint::Endpoint;
 
 impl WatchBody {
-    /// Called when the connection has notified its watches, because some of them should move.
+    /// Called when the connection has notified its watches, because some of them should move, or because its state has
+    /// changed.
     pub(super) fn notified(&mut self) {
         let Source::Stream(stream) = &mut self.source else { return };
         stream.await_event(&self.context.drain);
@@ -40,6 +41,11 @@ impl WatchBody {
             stream.deferred = Some(reason);
             return self.leave_if_possible();
         }
+        self.suspicion_changed();
+        if self.shadow.is_some() {
+            return;
+        }
+        let Source::Stream(stream) = &self.source else { return };
         let session = self.relay.session();
         if let Some((reason, permit)) = take_move_offer(session, stream, &self.context) {
             self.start_move(permit, reason);
@@ -109,6 +115,7 @@ impl WatchBody {
                     old.await_event(&self.context.drain);
                 }
                 self.source = Source::Stream(old);
+                self.suspicion_changed();
             }
         }
     }

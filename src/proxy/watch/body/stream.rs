@@ -6,7 +6,7 @@
 
 use std::rc::Rc;
 use std::task::{Context, Poll, ready};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use futures_util::future::LocalBoxFuture;
@@ -63,7 +63,7 @@ pub(super) enum StreamEvent {
     Leave(LeaveReason),
     /// The search for a stream on another connection has ended; `None` if it found none.
     SearchEnded(Option<Permit>),
-    /// The connection has notified its watches.
+    /// The connection has notified its watches, has become suspect, or live again.
     Notified,
 }
 
@@ -215,32 +215,45 @@ impl UpstreamStream {
         let immediate = connection.drain_urgency() == Some(DrainUrgency::Immediate)
             || context.group_fails_at(&connection.endpoint).is_some();
         let pause = self.searches.pause(immediate, &mut fastrand::Rng::new());
-        let (upstream, class) = (Rc::clone(&context.upstream), Rc::clone(&context.class));
-        let (proof, wanted) = (context.proof.clone(), context.wanted_version());
-        let suitable = context.suitable_endpoints(session);
-        let mut excluded = context.excluded_from_moves();
+        let search = self.search(context, session, pause, immediate);
         let mut drain = context.drain.clone();
-        let previous = PreviousFailure::Silence(connection.key(), connection.endpoint.key());
         self.next_event = Box::pin(async move {
-            let search = async {
-                sleep(pause).await;
-                // If the identity is no longer proven, the body ends the watch.
-                proof.confirmed().await;
-                suitable.exclude_others(&mut excluded);
-                let mut stream = suitable.stream_request(excluded, wanted.as_ref(), &proof);
-                stream.required.may_be_held = true;
-                stream.required.live_only = true;
-                stream.required.previous_failure = immediate.then_some(previous);
-                let acquired = upstream.pool.acquire(&class, stream);
-                let permit = timeout(SEARCH_TIMEOUT, acquired).await.ok()?.ok()?;
-                suitable.honours_parameters(&permit.connection().endpoint).then_some(permit)
-            };
             tokio::select! {
                 permit = search => StreamEvent::SearchEnded(permit),
                 () = connection.became_unresponsive() => StreamEvent::Leave(LeaveReason::Unresponsive),
                 () = drain.staggered_end() => StreamEvent::Leave(LeaveReason::Shutdown),
             }
         });
+    }
+
+    /// After `pause`, takes a stream for the watch on another connection; `None` if there is none. `immediate`: this
+    /// connection must be left at once, and another endpoint is preferred to another connection to it.
+    pub(super) fn search(
+        &self,
+        context: &ResumeContext,
+        session: &Session,
+        pause: Duration,
+        immediate: bool,
+    ) -> impl Future<Output = Option<Permit>> + 'static {
+        let connection = self.permit.connection();
+        let previous = PreviousFailure::Silence(connection.key(), connection.endpoint.key());
+        let (upstream, class) = (Rc::clone(&context.upstream), Rc::clone(&context.class));
+        let (proof, wanted) = (context.proof.clone(), context.wanted_version());
+        let suitable = context.suitable_endpoints(session);
+        let mut excluded = context.excluded_from_moves();
+        async move {
+            sleep(pause).await;
+            // If the identity is no longer proven, the body ends the watch.
+            proof.confirmed().await;
+            suitable.exclude_others(&mut excluded);
+            let mut stream = suitable.stream_request(excluded, wanted.as_ref(), &proof);
+            stream.required.may_be_held = true;
+            stream.required.live_only = true;
+            stream.required.previous_failure = immediate.then_some(previous);
+            let acquired = upstream.pool.acquire(&class, stream);
+            let permit = timeout(SEARCH_TIMEOUT, acquired).await.ok()?.ok()?;
+            suitable.honours_parameters(&permit.connection().endpoint).then_some(permit)
+        }
     }
 
     /// Searches again after a pause, because the search or the attempt to move has failed.
@@ -259,10 +272,10 @@ fn connection_event(
     connection: Rc<Connection>,
     mut drain: DrainWatcher,
 ) -> impl Future<Output = StreamEvent> {
-    let notifications = connection.moves.notification_count();
+    let seen = connection.watched();
     async move {
         tokio::select! {
-            () = connection.drain_or_notification(notifications) => {
+            () = connection.drain_or_change(seen) => {
                 let (state, urgency) = (connection.state(), connection.drain_urgency());
                 let reason = LeaveReason::of_connection(state, urgency);
                 reason.map_or(StreamEvent::Notified, StreamEvent::Leave)

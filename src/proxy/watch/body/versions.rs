@@ -64,9 +64,14 @@ impl WatchVersions {
         Some(StartFloor { floor: Arc::clone(&self.floor), form, versions })
     }
 
+    /// The version that `endpoint` has shown, for [`Self::record`].
+    pub fn shown_by(&self, endpoint: &Arc<Endpoint>) -> Arc<ShownVersion> {
+        self.floor.record.shown_by(endpoint)
+    }
+
     /// Called when the watch continues at `endpoint`.
     pub fn switch_to(&mut self, endpoint: &Arc<Endpoint>) {
-        self.shown = self.floor.record.shown_by(endpoint);
+        self.shown = self.shown_by(endpoint);
     }
 
     /// The version that an endpoint should have reached to continue the watch without a pause.
@@ -78,15 +83,17 @@ impl WatchVersions {
         (needed > 0).then_some((&self.floor.record, needed))
     }
 
-    /// Records the versions of a chunk that was received at `now`.
-    pub fn record(&mut self, chunk: ChunkVersions, now: Instant) {
+    /// Records the versions of a chunk that was received at `now`. `shown`: of the endpoint that has sent it, if that is not
+    /// the one of the current stream.
+    pub fn record(&mut self, shown: Option<&ShownVersion>, chunk: ChunkVersions, now: Instant) {
         if chunk.shown == 0 {
             return;
         }
         self.latest = self.latest.max(chunk.shown);
         self.at_start = None;
-        self.floor.record.raise(&self.shown, chunk.shown, now);
-        self.floor.record.raise_event(&self.shown, chunk.objects);
+        let shown = shown.unwrap_or(&self.shown);
+        self.floor.record.raise(shown, chunk.shown, now);
+        self.floor.record.raise_event(shown, chunk.objects);
         self.floor.raise_objects(chunk.objects);
         self.floor.raise_bookmarks(chunk.bookmarks);
     }

@@ -143,6 +143,11 @@ impl FrameSplitter {
         self.partial.bytes.is_empty() && !self.oversized
     }
 
+    /// The encoding of the frames.
+    pub fn encoding(&self) -> Encoding {
+        self.encoding
+    }
+
     /// The account of the bytes that the splitter buffers.
     pub fn account(&self) -> &ByteAccount {
         &self.partial.account

@@ -61,7 +61,7 @@ impl Relay {
             return false;
         }
         let Some(start) = self.session.request_second_stream(now) else { return false };
-        let splitter = FrameSplitter::new(self.encoding, self.splitter.account().clone());
+        let splitter = FrameSplitter::new(self.encoding(), self.splitter.account().clone());
         match &mut self.shadow {
             Some(shadow) => shadow.request(start, splitter),
             None => self.shadow = Some(Box::new(Shadow::new(start, splitter, limit))),
@@ -244,7 +244,7 @@ impl Relay {
 
     /// Sends a frame to the client. The newline of a JSON object may arrive after a frame of the other stream.
     fn forward(&self, frame: Bytes, out: &mut dyn FnMut(Bytes)) {
-        let lacks_newline = self.encoding == Encoding::Json && frame.last() != Some(&b'\n');
+        let lacks_newline = self.encoding() == Encoding::Json && frame.last() != Some(&b'\n');
         out(frame);
         if lacks_newline {
             out(Bytes::from_static(b"\n"));
@@ -269,7 +269,7 @@ impl Relay {
         now: Instant,
         versions: &mut ChunkVersions,
     ) -> Decision {
-        let event = parse(self.encoding, bytes);
+        let event = parse(self.encoding(), bytes);
         let Some(shadow) = &mut self.shadow else { return SessionEffect::None.into() };
         let decision = match (shadow.judge(side, event, &self.session), event) {
             (Judgement::Pending(frame), _) => self.on_pending(side, frame, now),
@@ -426,7 +426,6 @@ impl Relay {
     #[cfg(test)]
     pub(in crate::watch) fn fork(&self, account: &crate::admission::ByteAccount) -> Self {
         Self {
-            encoding: self.encoding,
             splitter: self.splitter.fork(account.clone()),
             session: self.session.clone(),
             shadow: self.shadow.as_ref().map(|shadow| Box::new(shadow.fork(account))),

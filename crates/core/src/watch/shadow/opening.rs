@@ -1,0 +1,95 @@
+//! When a shadow is opened, and how many there may be.
+//!
+//! | the connection of the first stream | the watch |
+//! |---|---|
+//! | becomes suspect | opens a shadow after up to [`JITTER`], so that the watches of many nodes do not do so at once |
+//! | becomes suspect, and a suspicion was wrong in the last minute | the same after [`LOSSY_PAUSE`]: a lost packet is usually repeated by then |
+//! | still suspect, and the shadow has failed | opens another after [`RETRY_PAUSE`] to twice that, [`MAX_ATTEMPTS`] in all |
+//! | answers again, and what the client has received does not follow on it within [`CATCH_UP_LIMIT`] | continues on the shadow |
+//!
+//! Watches take the places of [`MAX_PER_ENDPOINT`] and [`MAX_PER_PROCESS`] in the random order of their jitter. One
+//! without a place tries again as after a failure, and is resumed as any other if its stream is lost before.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+/// Maximum random pause before the first request of a shadow.
+pub const JITTER: Duration = Duration::from_millis(50);
+/// Additional pause while suspicions of the connection are often wrong: the minimum timeout after which Linux
+/// retransmits a packet is 200 ms.
+pub const LOSSY_PAUSE: Duration = Duration::from_millis(250);
+/// For how long after a wrong suspicion [`LOSSY_PAUSE`] applies.
+pub const LOSSY_FOR: Duration = Duration::from_secs(60);
+/// Minimum pause before another shadow is requested.
+pub const RETRY_PAUSE: Duration = Duration::from_millis(250);
+/// Maximum number of shadows that are requested in one suspicion.
+pub const MAX_ATTEMPTS: u32 = 3;
+/// Time limit of the response head.
+pub const HEAD_TIMEOUT: Duration = Duration::from_secs(1);
+/// Time after which a first stream is given up that answers again, but does not show what the client has received.
+pub const CATCH_UP_LIMIT: Duration = Duration::from_secs(5);
+/// Maximum number of shadows at one endpoint.
+pub const MAX_PER_ENDPOINT: usize = 512;
+/// Maximum number of shadows of the process.
+pub const MAX_PER_PROCESS: usize = 1024;
+
+/// The pause before a shadow is requested, after this number of attempts in the suspicion. `is_lossy`: a suspicion of the
+/// connection was wrong within [`LOSSY_FOR`].
+pub fn pause(attempts: u32, is_lossy: bool, rng: &mut fastrand::Rng) -> Duration {
+    match attempts {
+        0 => JITTER.mul_f64(rng.f64()) + if is_lossy { LOSSY_PAUSE } else { Duration::ZERO },
+        _ => RETRY_PAUSE.mul_f64(1.0 + rng.f64()),
+    }
+}
+
+/// The number of shadows that are open, in the process or at one endpoint.
+#[derive(Debug, Default)]
+pub struct ShadowCount(AtomicUsize);
+
+impl ShadowCount {
+    /// No shadow is open.
+    pub const fn new() -> Self {
+        Self(AtomicUsize::new(0))
+    }
+
+    /// Counts one more, unless `limit` are open. Returns whether it was counted.
+    #[must_use]
+    pub fn try_add(&self, limit: usize) -> bool {
+        let more = |open| (open < limit).then_some(open + 1);
+        self.0.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).is_ok()
+    }
+
+    /// Counts one that was added less.
+    pub fn remove(&self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pause_is_random_and_longer_on_lossy_paths_and_after_failures() {
+        let mut rng = fastrand::Rng::with_seed(1);
+        for (attempts, is_lossy, least, most) in
+            [(0, false, 0, 50), (0, true, 250, 300), (1, false, 250, 500), (2, true, 250, 500)]
+        {
+            let pauses = (0..1000).map(|_| pause(attempts, is_lossy, &mut rng).as_millis());
+            let pauses: Vec<_> = pauses.collect();
+            let (min, max) = (*pauses.iter().min().unwrap(), *pauses.iter().max().unwrap());
+            let range = most - least;
+            assert!(min >= least && max <= most, "{attempts} {is_lossy}: {min} {max}");
+            assert!(min <= least + range / 10 && max >= most - range / 10, "{min} {max}");
+        }
+    }
+
+    #[test]
+    fn count_ends_at_its_limit() {
+        let count = ShadowCount::new();
+        assert_eq!((0..5).filter(|_| count.try_add(3)).count(), 3);
+        count.remove();
+        assert!(count.try_add(3));
+        assert!(!count.try_add(3));
+    }
+}

@@ -40,6 +40,7 @@ mod restored_etcd;
 mod resume_limits;
 mod retry;
 mod scripted_peer;
+mod shadow_watches;
 mod shared_address;
 mod shared_versions;
 mod starting_servers;

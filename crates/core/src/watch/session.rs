@@ -119,7 +119,7 @@ mod cursor;
 mod exclusions;
 mod input;
 mod leave;
-mod limiter;
+pub(in crate::watch) mod limiter;
 mod queries;
 mod round;
 pub(super) mod second;

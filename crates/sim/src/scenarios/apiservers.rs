@@ -70,7 +70,7 @@ pub(super) const SCENARIOS: &[Scenario] = &[
         about: "SIGSTOP of one of three apiservers",
         sim: |seed| clients(seed).fault((seed % 3) as usize, FaultKind::Stop).at(start(seed)),
         time: Duration::from_secs(16),
-        // 5 s from the PING, which is due at most 400 ms after the last byte, and 200 ms of jitter.
+        // 5 s from the PING, which is due at most 250 ms after the last byte, and 200 ms of jitter.
         promises: Promises { silence: Duration::from_secs(6), ..READS },
     },
     Scenario {
@@ -316,7 +316,7 @@ pub(super) const SCENARIOS: &[Scenario] = &[
             (0..3).fold(sim, |sim, server| sim.fault(server, FaultKind::Goaway(1.0)).until(at))
         },
         time: Duration::from_secs(8),
-        // The PING is due 400 ms after the last byte and late 100 ms later; the move has 200 ms of jitter.
+        // The PING is due 250 ms after the last byte and late 100 ms later; the move has 200 ms of jitter.
         promises: Promises { silence: Duration::from_millis(900), failed_writes: 6, ..READS },
     },
     Scenario {

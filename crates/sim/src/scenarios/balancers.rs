@@ -44,7 +44,7 @@ pub(super) const SCENARIOS: &[Scenario] = &[
         about: "SIGSTOP of one of three apiservers behind a balancer without health checks",
         sim: |seed| faulty(seed, Balancer::UNCHECKED, FaultKind::Stop),
         time: Duration::from_secs(20),
-        // 5 s from the PING, which is due at most 400 ms after the last byte, and 200 ms of jitter.
+        // 5 s from the PING, which is due at most 250 ms after the last byte, and 200 ms of jitter.
         promises: Promises { silence: Duration::from_secs(6), connects: SEARCHES, ..READS },
     },
     Scenario {

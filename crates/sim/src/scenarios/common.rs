@@ -29,7 +29,7 @@ pub(super) fn start(seed: u64) -> Duration {
     3 * SECOND + MS * (seed.wrapping_mul(7_919) % 2_000) as u32
 }
 
-/// The longest silence of a watch after its path is lost. A PING is due at most 400 ms after the last byte of a busy
+/// The longest silence of a watch after its path is lost. A PING is due at most 250 ms after the last byte of a busy
 /// watch or after the PONG that followed it; the connection is dead 2 s later, and an attempt to resume has 50 ms of
 /// jitter.
 const SILENCE: Duration = Duration::from_millis(2_500);

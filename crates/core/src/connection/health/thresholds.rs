@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 /// A PING is sent when a request has waited this long without a byte arriving on its connection.
 pub const HEAD_WAIT: Duration = Duration::from_millis(100);
 /// A PING is sent when bytes have arrived since the last PING and then none for this long.
-pub const PING_AFTER_SILENCE: Duration = Duration::from_millis(400);
+pub const PING_AFTER_SILENCE: Duration = Duration::from_millis(250);
 /// Pause between two checks while a PING is outstanding.
 pub const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 /// Without evidence of life of the path or of the process for this long, or for half of `dead_after` if that

@@ -386,13 +386,13 @@ fn connection_with_a_slow_handler_and_answered_pings_stays_live() {
 }
 
 #[test]
-fn silence_after_received_bytes_triggers_a_ping_after_400_ms() {
+fn silence_after_received_bytes_triggers_a_ping_after_250_ms() {
     let mut sim = Simulation::new();
     sim.run(ms(100));
     sim.receive();
-    assert_eq!(sim.connection.wake_at(), sim.now + ms(400));
+    assert_eq!(sim.connection.wake_at(), sim.now + ms(250));
     sim.run(ms(600));
-    assert_eq!(sim.pings.first(), Some(&500));
+    assert_eq!(sim.pings.first(), Some(&350));
 }
 
 #[test]
@@ -525,8 +525,8 @@ fn ping_after_bytes_is_followed_by_one_after_its_pong() {
     sim.receive();
     let from = sim.at();
     let pings: Vec<_> = (0..3).map(|_| run_until_ping(&mut sim) - from).collect();
-    assert!((400..=520).contains(&pings[0]), "{pings:?}");
-    assert!((400..=520).contains(&(pings[1] - pings[0])), "{pings:?}");
+    assert!((250..=370).contains(&pings[0]), "{pings:?}");
+    assert!((250..=370).contains(&(pings[1] - pings[0])), "{pings:?}");
     assert!(pings[2] - pings[1] >= 500, "then the interval again: {pings:?}");
 }
 

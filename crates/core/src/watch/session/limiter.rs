@@ -11,7 +11,10 @@ use super::input::MoveReason;
 /// Maximum number of resumes of one watch in one [`WINDOW`]. Every move counts as a resume, except those that
 /// balance load.
 pub const MAX_RESUMES: u32 = 12;
-/// Length of a window. A window begins with the first resume after the end of the window before it.
+/// Maximum number of shadows of one watch in one [`WINDOW`]. One that takes the place of the first stream counts as a
+/// resume, too.
+pub const MAX_SHADOWS: u32 = 6;
+/// Length of a window. A window begins with the first resume, or shadow, after the end of the window before it.
 const WINDOW: Duration = Duration::from_secs(60);
 /// A watch is moved to balance load only if at least this time is left until its deadline.
 pub const MIN_REMAINING_TO_REBALANCE: Duration = Duration::from_secs(30);
@@ -28,6 +31,8 @@ const EVACUATION_PAUSE: Duration = Duration::from_secs(2);
 pub struct ResumeLimiter {
     /// Start of the current window, and the number of resumes in it.
     window: Option<(Instant, u32)>,
+    /// The same for shadows.
+    shadows: Option<(Instant, u32)>,
     last_move: Option<Instant>,
 }
 
@@ -35,12 +40,7 @@ impl ResumeLimiter {
     /// Counts a resume. Returns the number of resumes before it in the current window, or `None` if the
     /// watch must not be resumed.
     pub fn count_resume(&mut self, now: Instant) -> Option<u32> {
-        let recent = self.recent_resumes(now);
-        let began = match self.window {
-            Some((began, _)) if recent > 0 => began,
-            _ => now,
-        };
-        self.window = Some((began, recent + 1));
+        let recent = count(&mut self.window, now);
         (recent < MAX_RESUMES).then_some(recent)
     }
 
@@ -71,10 +71,33 @@ impl ResumeLimiter {
         }
     }
 
+    /// Counts a shadow that is requested.
+    pub fn count_shadow(&mut self, now: Instant) {
+        count(&mut self.shadows, now);
+    }
+
+    /// Whether another shadow may be requested.
+    pub fn may_shadow(&self, now: Instant) -> bool {
+        recent(self.shadows, now) < MAX_SHADOWS
+    }
+
     /// The number of resumes in the current window.
     pub fn recent_resumes(&self, now: Instant) -> u32 {
-        self.window
-            .filter(|(began, _)| now.saturating_duration_since(*began) < WINDOW)
-            .map_or(0, |(_, count)| count)
+        recent(self.window, now)
     }
+}
+
+/// Adds one to a window, or begins another. Returns the number before.
+fn count(window: &mut Option<(Instant, u32)>, now: Instant) -> u32 {
+    let recent = recent(*window, now);
+    let began = window.filter(|_| recent > 0).map_or(now, |(began, _)| began);
+    *window = Some((began, recent + 1));
+    recent
+}
+
+/// The number in a window that is not over.
+fn recent(window: Option<(Instant, u32)>, now: Instant) -> u32 {
+    window
+        .filter(|(began, _)| now.saturating_duration_since(*began) < WINDOW)
+        .map_or(0, |(_, count)| count)
 }

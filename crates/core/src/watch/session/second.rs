@@ -29,12 +29,13 @@ pub struct SecondStream {
 }
 
 impl Session {
-    /// Whether a second stream may be requested now: under the conditions of a move away from a degraded endpoint, if
-    /// the cursor is a number of 64 bits.
+    /// Whether a second stream may be requested now: under the conditions of a move away from a connection that drains, if
+    /// the cursor is a number of 64 bits and [`super::limiter::MAX_SHADOWS`] are not used up.
     pub fn can_have_second_stream(&self, now: Instant) -> bool {
         matches!(self.state, State::Ordered(_))
             && self.cursor_version().is_some()
-            && self.can_move(MoveReason::Evacuate, now)
+            && self.can_move(MoveReason::Drain, now)
+            && self.limiter.as_ref().is_none_or(|limiter| limiter.may_shadow(now))
     }
 
     /// Counts the request of a second stream. `None` if there may not be one.
@@ -42,8 +43,7 @@ impl Session {
         if !self.can_have_second_stream(now) {
             return None;
         }
-        let limiter = self.limiter.get_or_insert_default();
-        limiter.count_move(MoveReason::Evacuate, now);
+        self.limiter.get_or_insert_default().count_shadow(now);
         let State::Ordered(watch) = &mut self.state else { return None };
         let number = |version: &ResourceVersion| as_u64(version.as_str().as_bytes());
         let requested = number(&watch.cursor.resume_version())?;
@@ -89,7 +89,9 @@ impl Session {
             return false;
         }
         self.forget_round(now);
-        let recent = self.limiter.as_ref().map_or(0, |limiter| limiter.recent_resumes(now));
+        let limiter = self.limiter.get_or_insert_default();
+        let recent = limiter.recent_resumes(now);
+        limiter.count_resume(now);
         let State::Ordered(watch) = &mut self.state else { return false };
         let round_of_first = watch.stream.unconfirmed.take();
         let withheld = withheld.or_else(|| round_of_first?.take_withheld_error());

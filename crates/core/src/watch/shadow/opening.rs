@@ -4,7 +4,8 @@
 //! |---|---|
 //! | becomes suspect | opens a shadow after up to [`JITTER`], so that the watches of many nodes do not do so at once |
 //! | becomes suspect, and a suspicion was wrong in the last minute | the same after [`LOSSY_PAUSE`]: a lost packet is usually repeated by then |
-//! | still suspect, and the shadow has failed | opens another after [`RETRY_PAUSE`] to twice that, [`MAX_ATTEMPTS`] in all |
+//! | still suspect, and the first shadow has failed | opens another after up to [`JITTER`]: its connection may have failed, too |
+//! | still suspect, and a later shadow has failed | opens another after [`RETRY_PAUSE`] to twice that, [`MAX_ATTEMPTS`] in all |
 //! | answers again, and what the client has received does not follow on it within [`CATCH_UP_LIMIT`] | continues on the shadow |
 //!
 //! Watches take the places of [`MAX_PER_ENDPOINT`] and [`MAX_PER_PROCESS`] in the random order of their jitter. One
@@ -15,15 +16,15 @@ use std::time::Duration;
 
 /// Maximum random pause before the first request of a shadow.
 pub const JITTER: Duration = Duration::from_millis(50);
-/// Additional pause while suspicions of the connection are often wrong: the minimum timeout after which Linux
-/// retransmits a packet is 200 ms.
-pub const LOSSY_PAUSE: Duration = Duration::from_millis(250);
+/// Additional pause while suspicions of the connection are often wrong. Linux retransmits a lost packet after little
+/// more than 200 ms, which is 100 ms after the suspicion.
+pub const LOSSY_PAUSE: Duration = Duration::from_millis(150);
 /// For how long after a wrong suspicion [`LOSSY_PAUSE`] applies.
 pub const LOSSY_FOR: Duration = Duration::from_secs(60);
-/// Minimum pause before another shadow is requested.
+/// Minimum pause before a third shadow is requested.
 pub const RETRY_PAUSE: Duration = Duration::from_millis(250);
 /// Maximum number of shadows that are requested in one suspicion.
-pub const MAX_ATTEMPTS: u32 = 3;
+pub const MAX_ATTEMPTS: u32 = 4;
 /// Time limit of the response head.
 pub const HEAD_TIMEOUT: Duration = Duration::from_secs(1);
 /// Time after which a first stream is given up that answers again, but does not show what the client has received.
@@ -37,7 +38,8 @@ pub const MAX_PER_PROCESS: usize = 1024;
 /// connection was wrong within [`LOSSY_FOR`].
 pub fn pause(attempts: u32, is_lossy: bool, rng: &mut fastrand::Rng) -> Duration {
     match attempts {
-        0 => JITTER.mul_f64(rng.f64()) + if is_lossy { LOSSY_PAUSE } else { Duration::ZERO },
+        0 if is_lossy => LOSSY_PAUSE + JITTER.mul_f64(rng.f64()),
+        0 | 1 => JITTER.mul_f64(rng.f64()),
         _ => RETRY_PAUSE.mul_f64(1.0 + rng.f64()),
     }
 }
@@ -72,9 +74,13 @@ mod tests {
     #[test]
     fn pause_is_random_and_longer_on_lossy_paths_and_after_failures() {
         let mut rng = fastrand::Rng::with_seed(1);
-        for (attempts, is_lossy, least, most) in
-            [(0, false, 0, 50), (0, true, 250, 300), (1, false, 250, 500), (2, true, 250, 500)]
-        {
+        for (attempts, is_lossy, least, most) in [
+            (0, false, 0, 50),
+            (0, true, 150, 200),
+            (1, true, 0, 50),
+            (2, false, 250, 500),
+            (2, true, 250, 500),
+        ] {
             let pauses = (0..1000).map(|_| pause(attempts, is_lossy, &mut rng).as_millis());
             let pauses: Vec<_> = pauses.collect();
             let (min, max) = (*pauses.iter().min().unwrap(), *pauses.iter().max().unwrap());

@@ -12,6 +12,7 @@ use crate::pool::EndpointKey;
 use crate::watch::codec::Encoding::Json;
 use crate::watch::relay::{FirstEnd, PushResult, Relay};
 use crate::watch::request::WatchRequest;
+use crate::watch::session::limiter::MAX_SHADOWS;
 use crate::watch::session::{Ending, NotResumable, SessionEffect as Effect, SessionInput as Input};
 use crate::watch::shadow::{ShadowEnd, Side};
 
@@ -95,8 +96,12 @@ fn shadow_is_requested_only_for_a_watch_that_may_be_resumed() {
     }
     let mut watch = Watch::shadowed(&[]);
     watch.relay.shadow_lost(watch.now);
-    assert!(!watch.relay.can_shadow(watch.now), "at most every two seconds");
-    assert!(watch.relay.can_shadow(watch.now + later));
+    for _ in 1..MAX_SHADOWS {
+        assert!(watch.relay.request_shadow(watch.now));
+        watch.relay.shadow_lost(watch.now);
+    }
+    assert!(!watch.relay.request_shadow(watch.now + later), "the shadows of a minute");
+    assert!(watch.relay.request_shadow(watch.now + Duration::from_secs(60)));
 }
 
 #[test]

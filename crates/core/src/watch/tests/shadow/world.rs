@@ -1,7 +1,7 @@
 //! A watch with up to two streams, its client, and everything that may happen to them.
 
 use std::fmt::Debug;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use bytes::Bytes;
 
@@ -173,7 +173,7 @@ impl World {
         match &self.second {
             Some(stream) if !stream.accepted => actions.extend([Action::Accept, Action::Refuse]),
             Some(_) if self.left.answers > 0 => actions.extend([Action::Answers, Action::Suspect]),
-            None if self.left.shadows > 0 && self.relay.can_shadow(self.later()) => {
+            None if self.left.shadows > 0 && self.relay.can_shadow(self.now) => {
                 actions.push(Action::Request);
             }
             _ => {}
@@ -186,11 +186,6 @@ impl World {
             actions.push(Action::Move);
         }
         actions
-    }
-
-    /// A watch requests a shadow at most every two seconds.
-    fn later(&self) -> Instant {
-        self.now + Duration::from_secs(3)
     }
 
     /// Takes an action, and returns what has become of the shadow.
@@ -246,7 +241,6 @@ impl World {
             }
             Action::Request => {
                 self.left.shadows -= 1;
-                self.now = self.later();
                 let asked = self.asked()?;
                 let honest = setting.faulty.is_none();
                 self.second = Some(Stream::new(setting, asked, honest));

@@ -1,0 +1,184 @@
+//! Watches whose connection falls silent get their events from a second stream on another apiserver, each once.
+
+use std::time::{Duration, Instant};
+
+use futures_util::future::join_all;
+use jackstay_apiserver::faulty_relay::{Direction, FaultyRelay};
+use jackstay_config::Config;
+
+use crate::scripted_peer::{Action, FIRST, Reply, SECOND, lines, setup_with};
+use crate::support::figures::check_figure;
+use crate::support::watch_recorder::WatchRecorder;
+use crate::support::{CONFIGMAPS, Proxy, TestCluster, until, wait};
+
+/// The path, the query and the `Accept` header of watches.
+const KINDS: [(&str, &str); 5] = [
+    ("", "application/json"),
+    ("&allowWatchBookmarks=true", "application/json"),
+    ("", "application/json;as=Table;v=v1;g=meta.k8s.io,application/json"),
+    ("", "application/vnd.kubernetes.protobuf"),
+    ("", "application/cbor"),
+];
+/// Time between two events of a busy watch.
+const INTERVAL: Duration = Duration::from_millis(50);
+/// The promised silences of watches.
+const BUSY: Duration = Duration::from_millis(600);
+const QUIET: Duration = Duration::from_millis(1_200);
+
+/// A connection is suspect after 300 ms: a busy machine may take longer than 100 ms to answer.
+fn with_suspicion(config: &mut Config) {
+    config.upstreams[0].health.suspect_after = Some(Duration::from_millis(300));
+}
+
+async fn ended(proxy: &Proxy, outcome: &str) -> f64 {
+    let name = "jackstay_watch_shadow_duration_seconds_count";
+    proxy.metric(&format!("{name}{{outcome=\"{outcome}\"}}")).await
+}
+
+struct Setup {
+    cluster: TestCluster,
+    relays: Vec<FaultyRelay>,
+    proxy: Proxy,
+    watches: Vec<WatchRecorder>,
+    versions: Vec<u64>,
+}
+
+impl Setup {
+    /// Two apiservers, and four watches of each kind, some at each apiserver.
+    async fn new() -> Self {
+        let cluster = TestCluster::new(2);
+        cluster.state.set_bookmark_interval(Duration::from_millis(200));
+        let (relays, proxy) = cluster.start_behind_relays(|_| {}).await;
+        let client = proxy.client().await;
+        let mut watches = Vec::new();
+        for (query, accept) in KINDS.into_iter().cycle().take(4 * KINDS.len()) {
+            let path = format!("{}{query}", cluster.watch_path());
+            watches.push(WatchRecorder::accepting(&client, &path, accept).await);
+        }
+        let counts = cluster.watch_counts();
+        assert!(counts.iter().all(|count| *count > 0), "{counts:?}");
+        Self { cluster, relays, proxy, watches, versions: Vec::new() }
+    }
+
+    /// Writes an object, and returns how long it took until all watches had the event.
+    async fn write(&mut self) -> Duration {
+        let begun = Instant::now();
+        self.versions.push(self.cluster.create_config_map(&format!("m{}", self.versions.len())));
+        let last = self.versions.last().copied();
+        let have = || self.watches.iter().all(|watch| watch.versions().last().copied() == last);
+        until("all watches have the event, or have ended", async || {
+            have() || self.watches.iter().any(|watch| watch.end().is_some())
+        })
+        .await;
+        begun.elapsed()
+    }
+
+    async fn expect_each_event_once(&self) {
+        for watch in &self.watches {
+            watch.expect_versions(&self.versions).await;
+        }
+    }
+}
+
+/// The bytes of the silent connections are delivered later: the first streams repeat what the shadows have shown.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn busy_watches_get_events_from_shadows_until_their_connection_answers() {
+    let mut setup = Setup::new().await;
+    let mut slowest = Duration::ZERO;
+    for round in 0..4 {
+        for _ in 0..10 {
+            setup.write().await;
+            wait::pause(INTERVAL).await;
+        }
+        let direction = if round % 2 == 0 { Direction::Both } else { Direction::ToClient };
+        let before = ended(&setup.proxy, "recovered").await;
+        assert!(setup.relays[round / 2].silence_all(direction) > 0);
+        let silent_at = Instant::now();
+        while silent_at.elapsed() < Duration::from_secs(1) {
+            slowest = slowest.max(setup.write().await);
+            wait::pause(INTERVAL).await;
+        }
+        setup.relays[round / 2].clear_faults();
+        until("the shadows end", async || ended(&setup.proxy, "recovered").await > before).await;
+        setup.write().await;
+        setup.expect_each_event_once().await;
+    }
+    assert!(ended(&setup.proxy, "contradicted").await < 1.0);
+    check_figure("slowest event of a busy watch on a silent connection", slowest, BUSY);
+}
+
+/// The connection is lost: the shadows are the watches.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn shadow_continues_the_watch_when_its_connection_is_lost() {
+    let mut setup = Setup::new().await;
+    let at_first = setup.cluster.watch_counts()[0];
+    setup.write().await;
+    // Until the watches are quiet.
+    wait::pause(Duration::from_millis(1_500)).await;
+    setup.relays[0].drop_all_packets().unwrap();
+    check_figure("event of a quiet watch on a dead connection", setup.write().await, QUIET);
+    until("the shadows continue the watches", async || {
+        ended(&setup.proxy, "promoted").await + setup.proxy.resumes("resumed").await
+            >= at_first as f64
+    })
+    .await;
+    assert!(ended(&setup.proxy, "promoted").await >= 1.0);
+    for _ in 0..5 {
+        setup.write().await;
+    }
+    setup.expect_each_event_once().await;
+}
+
+/// Each answer of the only other server to the request of a shadow.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn shadow_that_cannot_be_used_harms_nothing_and_is_not_opened_in_a_loop() {
+    let gone = r#"{"type":"ERROR","object":{"kind":"Status","apiVersion":"v1","status":"Failure","reason":"Expired","code":410}}"#;
+    let lower = FIRST.replace("\"6\"", "\"3\"");
+    let cbor = vec![("content-type", "application/cbor")];
+    let cases = [
+        ("refused", Reply::status("403", "{}")),
+        ("another encoding", Reply { headers: cbor, ..Reply::ok("") }),
+        ("ended at once", Reply::ok("")),
+        ("410", Reply::ok(&lines(&[gone]))),
+        ("a lower version", Reply::ok(&lines(&[&lower]))),
+        ("unreadable", Reply::ok("{\"type\":\"ADDED\"}\n")),
+    ];
+    join_all(cases.map(|(name, reply)| expect_unusable(name, reply))).await;
+}
+
+async fn expect_unusable(name: &str, reply: Reply) {
+    let (peers, proxy, client) = setup_with(2, with_suspicion).await;
+    peers.set_default(reply);
+    peers.set_actions([Action::PartialThenUnresponsive(Reply::ok(&lines(&[FIRST])))]);
+    let path = format!("{CONFIGMAPS}?watch=1&resourceVersion=5");
+    let watch = WatchRecorder::start(&client, &path).await;
+    // The process counts as stopped after 5 s.
+    until("the connection drains", async || {
+        proxy.events().await.iter().any(|event| event["to"] == "draining")
+    })
+    .await;
+    let mut shadows = 0.0;
+    for outcome in ["refused", "lost", "unusable", "no_stream"] {
+        shadows += ended(&proxy, outcome).await;
+    }
+    println!("{name}: {shadows} shadows, {} requests", peers.requests().len());
+    assert!((1.0..5.0).contains(&shadows), "{name}: {shadows}");
+    assert!(peers.requests().len() <= 6, "{name}: {:?}", peers.requests().len());
+    assert_eq!(watch.versions(), [6], "{name}: nothing of the shadow");
+}
+
+/// What only the shadow has shown is kept when it becomes the watch.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn shadow_that_has_led_is_the_watch_after_the_loss() {
+    let (peers, proxy, client) = setup_with(2, with_suspicion).await;
+    peers.set_actions([
+        Action::PartialThenUnresponsive(Reply::ok(&lines(&[FIRST]))),
+        Action::partial(Reply::ok(&lines(&[SECOND])), |_| Vec::new()),
+    ]);
+    let path = format!("{CONFIGMAPS}?watch=1&resourceVersion=5");
+    let watch = WatchRecorder::start(&client, &path).await;
+    watch.expect_versions(&[6, 7]).await;
+    until("the shadow is the watch", async || ended(&proxy, "promoted").await >= 1.0).await;
+    assert_eq!(peers.requests().len(), 2, "the shadow's request is the only further one");
+    assert_eq!((watch.versions(), watch.end()), (vec![6, 7], None));
+}

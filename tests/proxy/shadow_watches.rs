@@ -3,13 +3,14 @@
 use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
+use jackstay_apiserver::client::Client;
 use jackstay_apiserver::faulty_relay::{Direction, FaultyRelay};
 use jackstay_config::Config;
 
 use crate::scripted_peer::{Action, FIRST, Reply, SECOND, lines, setup_with};
 use crate::support::figures::check_figure;
 use crate::support::watch_recorder::WatchRecorder;
-use crate::support::{CONFIGMAPS, Proxy, TestCluster, until, wait};
+use crate::support::{CONFIGMAPS, Proxy, TestCluster, long_form, until, wait};
 
 /// The path, the query and the `Accept` header of watches.
 const KINDS: [(&str, &str); 5] = [
@@ -181,4 +182,66 @@ async fn shadow_that_has_led_is_the_watch_after_the_loss() {
     until("the shadow is the watch", async || ended(&proxy, "promoted").await >= 1.0).await;
     assert_eq!(peers.requests().len(), 2, "the shadow's request is the only further one");
     assert_eq!((watch.versions(), watch.end()), (vec![6, 7], None));
+}
+
+/// Processor time of this process, in seconds: jackstay, both apiservers and the client.
+fn cpu_seconds() -> f64 {
+    let stat = std::fs::read_to_string("/proc/self/stat").unwrap();
+    let fields: Vec<_> = stat.rsplit(") ").next().unwrap().split(' ').collect();
+    // utime and stime, in hundredths of a second (proc(5), USER_HZ).
+    fields[11..13].iter().map(|field| field.parse::<f64>().unwrap() / 100.0).sum()
+}
+
+/// The connections of 2,000 watches do not answer for a moment. Without jackstay, their clients would list.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn wrong_suspicion_of_many_watches_costs_a_tenth_of_their_lists() {
+    const PER_CLIENT: u64 = 100;
+    let clients = if long_form() { 20 } else { 4 };
+    let watches_in_all = f64::from(clients) * PER_CLIENT as f64;
+    let cluster = TestCluster::new(2);
+    for n in 0..1_000 {
+        cluster.create_config_map(&format!("m{n}"));
+    }
+    let (relays, proxy) = cluster.start_behind_relays(|_| {}).await;
+    let mut watches = Vec::new();
+    for _ in 0..clients {
+        let client = proxy.client().await;
+        let path = cluster.watch_path();
+        let started = (0..PER_CLIENT).map(|_| WatchRecorder::start(&client, &path));
+        watches.extend(join_all(started).await);
+    }
+    let begun = cpu_seconds();
+    wait::pause(Duration::from_secs(1)).await;
+    let idle = cpu_seconds() - begun;
+
+    let accepted = || -> u64 {
+        let counters = |server: &jackstay_apiserver::ApiServerHandle| {
+            server.counters().accepted_watches.load(std::sync::atomic::Ordering::Relaxed)
+        };
+        cluster.servers.iter().map(counters).sum()
+    };
+    let (before, begun) = (accepted(), cpu_seconds());
+    relays[0].silence_all(Direction::Both);
+    until("shadows run", async || accepted() > before).await;
+    wait::pause(Duration::from_millis(300)).await;
+    relays[0].clear_faults();
+    wait::pause(Duration::from_secs(1)).await;
+    let (shadows, cost) = (accepted() - before, cpu_seconds() - begun - idle);
+    for watch in &watches {
+        assert_eq!((watch.versions(), watch.end()), (vec![], None));
+    }
+
+    let direct = Client::connect(cluster.servers[1].addr, &proxy.credentials).await.unwrap();
+    let begun = cpu_seconds();
+    let sample = 20;
+    for _ in 0..sample {
+        assert_eq!(direct.get(CONFIGMAPS).await.unwrap().status, 200);
+    }
+    let lists = (cpu_seconds() - begun) / f64::from(sample) * watches_in_all;
+    println!("{watches_in_all} watches: {shadows} shadows, {cost:.2} s; their lists {lists:.2} s");
+    assert!(
+        shadows > 0 && shadows as f64 <= watches_in_all,
+        "one for each watch at most: {shadows}"
+    );
+    assert!(cost <= lists / 10.0, "{cost} s for the shadows, {lists} s for the lists");
 }

@@ -106,7 +106,7 @@ async fn cbor_watch_ends_cleanly_when_no_running_server_serves_cbor() {
             setup.cluster.servers[first].reset_connections();
         }
         assert_eq!(watch.wait_end().await, Ok(()));
-        // The jitter of a quiet watch is up to a second before the first attempt and up to two before the next ones.
+        // The jitter of a quiet watch is up to 200 ms before the first attempt and up to two seconds before later ones.
         assert!(began.elapsed() < Duration::from_secs(7), "{:?}", began.elapsed());
         assert_eq!(setup.not_acceptable(), asked.count(), "JSON was not requested");
         let expected: Vec<_> = (setup.from + 1..=setup.cluster.state.version()).collect();

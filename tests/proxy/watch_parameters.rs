@@ -189,7 +189,7 @@ impl Setup {
         let began = Stopwatch::start();
         self.cluster.servers[0].kill();
         assert_eq!(self.watch.wait_end().await, Ok(()));
-        // The jitter of a quiet watch is up to a second, and 2 s are waited for a capability.
+        // The jitter of a quiet watch is up to 200 ms, and 2 s are waited for a capability.
         check_figure("a watch with a parameter ends", began.elapsed(), Duration::from_secs(3));
         assert_eq!(self.asked(), [self.name(0)].into());
         for (outcome, count) in [("parameter", 1.0), ("gave_up", 0.0), ("resumed", 0.0)] {

@@ -160,6 +160,8 @@ pub struct Counters {
     pub own_requests_of_jackstay: AtomicU64,
     /// Lists of clients that were answered; each page counts.
     pub lists: AtomicU64,
+    /// Watches that were accepted.
+    pub accepted_watches: AtomicU64,
     /// Running watches.
     pub watches: AtomicU64,
 }

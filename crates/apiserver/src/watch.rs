@@ -157,6 +157,7 @@ impl Watch {
         changes.mark_changed();
         let mut faults = self.server.faults.subscribe();
         let mut end = self.server.end_watches.subscribe();
+        self.server.counters.accepted_watches.fetch_add(1, Relaxed);
         // A test that sees this watch in the counters can end it by `end_watches`, subscribed above.
         let _counted = Counted::new(&self.server, |counters| &counters.watches);
         self.begin(start_at).await?;

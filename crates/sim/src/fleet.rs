@@ -19,6 +19,8 @@ pub struct Second {
     pub connects: Vec<u64>,
     /// Lists that were answered.
     pub lists: Vec<u64>,
+    /// Watches that were accepted.
+    pub accepted: Vec<u64>,
     /// Watches at the end of the second, as the nodes see them.
     pub watches: Vec<u64>,
 }
@@ -28,7 +30,7 @@ pub struct Second {
 pub struct Load {
     /// Every second of the run.
     pub seconds: Vec<Second>,
-    counted: [Vec<u64>; 2],
+    counted: [Vec<u64>; 3],
 }
 
 /// Counts what the apiservers bear.
@@ -59,6 +61,8 @@ impl Sampler {
         let connects: Vec<_> = hosts.map(|host| self.network.connects(host)).collect();
         let lists = self.servers.iter().map(|server| server.counters().lists.load(Relaxed));
         let lists: Vec<_> = lists.collect();
+        let accepted = self.servers.iter().map(|s| s.counters().accepted_watches.load(Relaxed));
+        let accepted: Vec<_> = accepted.collect();
         let mut watches = vec![0; self.servers.len()];
         for upstream in self.programs.iter().flat_map(|program| program.upstreams()) {
             for endpoint in upstream.endpoints().iter() {
@@ -67,13 +71,14 @@ impl Sampler {
                 }
             }
         }
-        let [connects_before, lists_before] = &load.counted;
+        let [connects_before, lists_before, accepted_before] = &load.counted;
         load.seconds.push(Second {
             connects: since(&connects, connects_before),
             lists: since(&lists, lists_before),
+            accepted: since(&accepted, accepted_before),
             watches,
         });
-        load.counted = [connects, lists];
+        load.counted = [connects, lists, accepted];
     }
 }
 
@@ -117,6 +122,7 @@ mod tests {
         let second = |watches: &[u64; 3]| Second {
             connects: vec![watches[0], 0, 0],
             lists: vec![0; 3],
+            accepted: vec![0; 3],
             watches: watches.to_vec(),
         };
         Load { seconds: watches.iter().map(second).collect(), ..Load::default() }

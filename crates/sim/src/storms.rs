@@ -41,6 +41,8 @@ pub struct Bounds {
     pub connects: f64,
     /// Lists in a second at one apiserver, for each node.
     pub lists: f64,
+    /// Watches that begin in a second at one apiserver, for each node, those of shadows included.
+    pub watches: f64,
     /// The share of the watches that one apiserver has at the end, in 0..=1. Small fleets may have more
     /// ([`tolerance`]).
     pub share: f64,
@@ -77,6 +79,7 @@ pub const ALL: &[Storm] = &[
         bounds: Bounds {
             connects: 6.0,
             lists: 0.0,
+            watches: 2.0,
             share: 0.55,
             even_after: None,
             left_after: Some(1),
@@ -92,10 +95,33 @@ pub const ALL: &[Storm] = &[
         bounds: Bounds {
             connects: 1.0,
             lists: 0.0,
+            watches: 2.0,
             share: 0.55,
             even_after: None,
             left_after: Some(5),
             lease: Duration::from_secs(15),
+        },
+    },
+    Storm {
+        name: "blip",
+        about: "all packets of one of three apiservers are dropped for 300 ms, again and again",
+        seconds: 60,
+        ends: START + 21,
+        faults: |mut sim| {
+            for at in (0..=20).step_by(2) {
+                let at = SECOND * (START as u32 + at);
+                sim = sim.blackhole(0).at(at).until(at + SECOND * 3 / 10);
+            }
+            sim
+        },
+        bounds: Bounds {
+            connects: 1.0,
+            lists: 0.0,
+            watches: 1.0,
+            share: 0.55,
+            even_after: None,
+            left_after: None,
+            lease: Duration::from_secs(13),
         },
     },
     Storm {
@@ -107,6 +133,7 @@ pub const ALL: &[Storm] = &[
         bounds: Bounds {
             connects: 1.0,
             lists: 0.0,
+            watches: 1.0,
             share: 0.55,
             even_after: None,
             // A probe is due after at most 12 s and fails after 1 s, as the next one, which follows within 1.2 s.
@@ -131,6 +158,7 @@ pub const ALL: &[Storm] = &[
             // A watch whose last bookmark is older than the start of every apiserver gets 410; a node has about three
             // on one.
             lists: 3.0,
+            watches: 8.0,
             share: 0.37,
             even_after: Some(240),
             left_after: None,
@@ -149,6 +177,7 @@ pub const ALL: &[Storm] = &[
         bounds: Bounds {
             connects: 2.0,
             lists: 0.0,
+            watches: 2.0,
             share: 0.37,
             even_after: Some(180),
             left_after: None,
@@ -168,6 +197,7 @@ impl Storm {
         let FleetRun { load, run } = shell::run_fleet(&(self.faults)(sim), self.seconds)?;
         let connects = load.peak(START, |second| &second.connects) as f64 / nodes as f64;
         let lists = load.peak(START, |second| &second.lists) as f64 / nodes as f64;
+        let watches = load.peak(START, |second| &second.accepted) as f64 / nodes as f64;
         let share = load.largest_share(self.seconds - 1);
         let even_after =
             load.even_from(tolerance(nodes)).map(|second| second.saturating_sub(self.ends));
@@ -185,9 +215,12 @@ impl Storm {
             format!("{connects:.2} connects a second for each node"),
         );
         check(lists <= bounds.lists, format!("{lists:.2} lists a second for each node"));
-        let even_share = (1.0 + tolerance(nodes)) / 3.0;
         check(
-            share <= bounds.share.max(even_share),
+            watches <= bounds.watches,
+            format!("{watches:.2} watches begin in a second for each node"),
+        );
+        check(
+            share <= bounds.share + (tolerance(nodes) - 0.1) / 3.0,
             format!("a share of {share:.2} of the watches"),
         );
         for (name, found, bound) in
@@ -198,7 +231,8 @@ impl Storm {
         }
         check(lease <= bounds.lease, format!("a lease renewed after {lease:.1?}"));
         let summary = format!(
-            "{} nodes; for each node at most {connects:.2} connects and {lists:.2} lists a second at one apiserver; \
+            "{} nodes; for each node at most {connects:.2} connects, {lists:.2} lists and {watches:.2} begun watches a second at one \
+             apiserver; \
              largest share {share:.3}; even {} after the faults, left {} after the first; leases {lease:.1?} apart",
             nodes,
             even_after.map_or("never".to_owned(), |after| format!("{after} s")),

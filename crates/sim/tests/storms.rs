@@ -33,6 +33,11 @@ fn partition_moves_every_watch_without_a_list() {
 }
 
 #[test]
+fn short_partitions_begin_few_watches() {
+    check("blip");
+}
+
+#[test]
 fn watches_leave_an_apiserver_without_etcd() {
     check("etcd-lost");
 }

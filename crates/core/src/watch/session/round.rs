@@ -1,7 +1,7 @@
 //! A round: the attempts to resume a watch after the loss of its stream, and the jitter before each of them.
 //!
 //! When an apiserver dies, tens of thousands of watches lose their streams at the same moment. So even the
-//! first attempt is delayed by a random part of a maximum: 50 ms for a watch that was delivering events, 1 s
+//! first attempt is delayed by a random part of a maximum: 50 ms for a watch that was delivering events, 200 ms
 //! for a quiet watch, whose client expects no event so soon. The maximum doubles with every attempt and with
 //! every recent resume, up to 2 s.
 
@@ -25,9 +25,10 @@ pub const ATTEMPT_TIMEOUT_AFTER_REFUSED_ENCODING: Duration = Duration::from_secs
 const MAX_PAUSE: Duration = Duration::from_secs(30);
 /// Maximum jitter of the first attempt for a watch that was delivering events.
 const FIRST_JITTER: Duration = Duration::from_millis(50);
-/// Maximum jitter of the first attempt for a quiet watch. A connection whose path is lost is closed within
-/// 2.3 s, so a quiet watch asks the next endpoint within 3.3 s of the loss.
-const FIRST_JITTER_QUIET: Duration = Duration::from_secs(1);
+/// Maximum jitter of the first attempt for a quiet watch.
+const FIRST_JITTER_QUIET: Duration = Duration::from_millis(200);
+/// Maximum jitter of a quiet watch after a short total outage, in which every node holds its watches.
+const OUTAGE_JITTER_QUIET: Duration = Duration::from_secs(1);
 /// Upper bound of the maximum jitter while an endpoint is reachable: 5,000 nodes may make an attempt at
 /// the same moment.
 const MAX_JITTER: Duration = Duration::from_secs(2);
@@ -39,10 +40,11 @@ const NO_CONNECTION_PAUSE: Duration = Duration::from_secs(1);
 /// the outage, the more nodes hold watches.
 const OUTAGE_JITTER_DIVISOR: u32 = 8;
 
-/// The maximum jitter after a total outage in which the watch was held for `held`: at least that of a first
-/// attempt, at most [`MAX_OUTAGE_JITTER`].
+/// The maximum jitter after a total outage in which the watch was held for `held`: at least that of a first attempt, or
+/// [`OUTAGE_JITTER_QUIET`], and at most [`MAX_OUTAGE_JITTER`].
 pub fn max_outage_jitter(held: Duration, quiet: bool) -> Duration {
-    (held / OUTAGE_JITTER_DIVISOR).clamp(first_jitter(quiet), MAX_OUTAGE_JITTER)
+    let least = if quiet { OUTAGE_JITTER_QUIET } else { FIRST_JITTER };
+    (held / OUTAGE_JITTER_DIVISOR).clamp(least, MAX_OUTAGE_JITTER)
 }
 
 /// The pause of a held watch if an apiserver can be reached, but its class has no connection: one second, ±50 %.
@@ -146,8 +148,8 @@ mod tests {
         }
         assert_eq!(round.start_attempt(start + ROUND_LIMIT), None);
         let mut quiet = ResumeRound::begin(start, 0, true);
-        assert_eq!(quiet.start_attempt(start), Some(Duration::from_secs(1)));
-        assert_eq!(quiet.start_attempt(start), Some(MAX_JITTER));
+        assert_eq!(quiet.start_attempt(start), Some(Duration::from_millis(200)));
+        assert_eq!(quiet.start_attempt(start), Some(Duration::from_millis(400)));
         let mut resumed_before = ResumeRound::begin(start, 2, false);
         assert_eq!(resumed_before.start_attempt(start), Some(Duration::from_millis(200)));
         let withholding = || ResumeRound::begin_withholding(start, 0, Bytes::new());

@@ -273,6 +273,11 @@ impl Connection {
         self.input(|machine| machine.endpoint_suspected(clock::now()));
     }
 
+    /// A watch on another connection has shown an event at `now` that a watch on this one should show, too.
+    pub(super) fn event_expected(&self, now: Instant) {
+        self.input(|machine| machine.event_expected(now));
+    }
+
     /// Notifies the watches on the connection, which look at what has changed.
     pub fn notify_watches(&self) {
         self.moves.notify();

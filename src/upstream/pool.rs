@@ -16,7 +16,7 @@ use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::rc::{Rc, Weak};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use jackstay_core::connection::ConnectionState;
 pub(super) use jackstay_core::pool::UNAVAILABLE_AFTER;
@@ -35,8 +35,12 @@ use super::connection_probe;
 use super::credentials::{ClientTls, CredentialClass};
 use super::endpoint::{Endpoint, ProbeTrigger};
 use super::evacuation::{Evacuation, evacuations};
+use super::resource_versions::ResourceRecord;
 use super::shared::{HeldWatch, Upstream};
 use super::trial::try_certificate;
+
+/// Minimum time between two events of which connections are told.
+const EVENT_INTERVAL: Duration = Duration::from_millis(20);
 
 /// The pool of one worker for one upstream. It stays on the thread of the worker.
 pub struct Pool {
@@ -52,6 +56,8 @@ pub struct Pool {
     restore_notices: Cell<u32>,
     /// Number of failures of API groups of which the watches were notified.
     group_notices: Cell<u32>,
+    /// When connections were last told that an event should arrive.
+    event_shown_at: Cell<Option<Instant>>,
     this: Weak<Self>,
     /// Makes the order of endpoints differ between pools, of other workers as of other nodes.
     seed: u64,
@@ -80,6 +86,7 @@ impl Pool {
             outage_over: Notify::new(),
             restore_notices: Cell::new(0),
             group_notices: Cell::new(0),
+            event_shown_at: Cell::default(),
             this: this.clone(),
             seed: fastrand::u64(..),
             rng: RefCell::default(),
@@ -99,6 +106,27 @@ impl Pool {
         Rc::clone(
             classes.entry(class).or_insert_with(|| Rc::new(ClassPool::new(class, clock::now()))),
         )
+    }
+
+    /// A watch of the resource has shown an event on `source`. Other connections whose endpoint serves watches of the
+    /// resource should show it, too: one that does not is asked by a PING. Nearly free if it was called within
+    /// [`EVENT_INTERVAL`].
+    pub fn event_shown(&self, resource: &ResourceRecord, source: &Connection, now: Instant) {
+        let last = self.event_shown_at.get();
+        if last.is_some_and(|last| now.saturating_duration_since(last) < EVENT_INTERVAL) {
+            return;
+        }
+        self.event_shown_at.set(Some(now));
+        for class in self.classes.borrow().values() {
+            for connection in &*class.connections.borrow() {
+                if connection.key() != source.key()
+                    && connection.watches() > 0
+                    && resource.has_watch(&connection.endpoint)
+                {
+                    connection.event_expected(now);
+                }
+            }
+        }
     }
 
     /// Changes the state.

@@ -287,6 +287,13 @@ impl ConnectionMachine {
         Effects { notify_requests: true, wake_driver, ..Effects::default() }
     }
 
+    /// A watch on another connection has shown an event that a watch on this one should show, too. If it does not, a PING
+    /// is due.
+    pub fn event_expected(&mut self, now: Instant) -> Effects {
+        let wake_driver = self.health.expect_event(now);
+        Effects { wake_driver, ..Effects::default() }
+    }
+
     /// The endpoint is degraded. Requests may start a second attempt, and the streams of a draining connection move.
     pub fn endpoint_degraded(&mut self) -> Effects {
         if let State::Draining { urgency, .. } = &mut self.state {

@@ -30,9 +30,9 @@ use std::time::{Duration, Instant};
 use self::rtt::Rtt;
 use self::silence::{Silence, window_answers_probes};
 use self::thresholds::{
-    CHECK_INTERVAL, HEAD_WAIT, LATE_CHECK, PATH_QUIET_AFTER, PATH_SILENT_AFTER, PING_AFTER_SILENCE,
-    PROBE_AFTER, SILENT_AFTER, SILENT_DEATH, STOPPED_AFTER, Thresholds, VERDICT_PAUSE,
-    WRITE_PATIENCE,
+    CHECK_INTERVAL, EVENT_PING_PAUSE, EVENT_WAIT, HEAD_WAIT, LATE_CHECK, PATH_QUIET_AFTER,
+    PATH_SILENT_AFTER, PING_AFTER_SILENCE, PROBE_AFTER, SILENT_AFTER, SILENT_DEATH, STOPPED_AFTER,
+    Thresholds, VERDICT_PAUSE, WRITE_PATIENCE,
 };
 use super::state::{ConnectionState, Responsiveness, StateChangeReason};
 use crate::tcp_info::TcpInfo;
@@ -69,6 +69,8 @@ pub(super) struct Health {
     recent: Recent,
     /// The same once the outstanding PING is answered.
     after_pong: Recent,
+    /// Since when an event should arrive that another connection has shown.
+    event_expected: Option<Instant>,
     /// The last known `tcpi_bytes_acked`, and when it last grew or no byte was pending.
     acked: u64,
     acked_at: Instant,
@@ -119,6 +121,7 @@ impl Health {
             last_received: now,
             recent: Recent::Nothing,
             after_pong: Recent::Nothing,
+            event_expected: None,
             acked: 0,
             acked_at: now,
             window_answered_at: now,
@@ -146,6 +149,7 @@ impl Health {
     /// Records that bytes arrived. Those of a PONG are recorded before [`Self::pong`] is called.
     pub(super) fn received(&mut self, now: Instant) {
         self.last_received = now;
+        self.event_expected = None;
         if self.ping_sent.is_some() {
             // These may be the bytes of the PONG, those before them were not.
             self.note_bytes();
@@ -195,6 +199,16 @@ impl Health {
         is_due
     }
 
+    /// Another connection has shown an event that this one should show, too. Returns whether the next PING may be due
+    /// earlier than planned.
+    pub(super) fn expect_event(&mut self, now: Instant) -> bool {
+        if self.limit.is_some() || self.ping_sent.is_some() || self.event_expected.is_some() {
+            return false;
+        }
+        self.event_expected = Some(now);
+        true
+    }
+
     /// When the next check is due, while a request has waited for its response head since `waiting_since`.
     pub(super) fn wake_at(&self, waiting_since: Option<Instant>) -> Instant {
         if self.ping_sent.is_none() {
@@ -223,6 +237,9 @@ impl Health {
         if self.recent != Recent::Nothing {
             due = due.min(self.last_received + PING_AFTER_SILENCE);
         }
+        if let Some(since) = self.event_expected {
+            due = due.min((since + EVENT_WAIT).max(self.pong_at + EVENT_PING_PAUSE));
+        }
         if let Some(since) = waiting_since {
             // Counted from the last received byte: otherwise a request that has waited for long would need a
             // PING after each PONG.
@@ -245,6 +262,7 @@ impl Health {
                 return self.check_path(due, quiet, now);
             }
             self.ping_sent = Some(now);
+            self.event_expected = None;
             self.note_bytes();
             self.was_late = false;
             self.acked_at = now;

@@ -165,6 +165,10 @@ impl WatchBody {
         };
         if let Some(versions) = &mut self.context.resource_versions {
             versions.record(shown, pushed.versions, received_at);
+            if pushed.versions.objects > 0 {
+                let pool = &self.context.upstream.pool;
+                pool.event_shown(versions.resource(), stream.permit.connection(), received_at);
+            }
         }
         let session = self.relay.session();
         // The pool must not close the connection of a watch that cannot lose its stream.

@@ -64,6 +64,11 @@ impl WatchVersions {
         Some(StartFloor { floor: Arc::clone(&self.floor), form, versions })
     }
 
+    /// The record of the resource.
+    pub fn resource(&self) -> &ResourceRecord {
+        &self.floor.record
+    }
+
     /// The version that `endpoint` has shown, for [`Self::record`].
     pub fn shown_by(&self, endpoint: &Arc<Endpoint>) -> Arc<ShownVersion> {
         self.floor.record.shown_by(endpoint)

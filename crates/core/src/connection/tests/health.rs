@@ -396,6 +396,36 @@ fn silence_after_received_bytes_triggers_a_ping_after_250_ms() {
 }
 
 #[test]
+fn event_that_another_connection_has_shown_triggers_a_ping_after_100_ms() {
+    let mut sim = Simulation::new();
+    let expect = |sim: &mut Simulation| sim.connection.event_expected(sim.now).wake_driver;
+    // In the middle between two PINGs.
+    sim.run(ms(600));
+    let ping = run_until_ping(&mut sim);
+    sim.run(ms(320));
+    let from = sim.at();
+    assert!(expect(&mut sim) && !expect(&mut sim), "one is expected already");
+    assert_eq!(run_until_ping(&mut sim) - from, 100);
+    // Another one directly after the PONG.
+    sim.run(ms(10));
+    let pong = sim.at();
+    assert!(expect(&mut sim));
+    let next = run_until_ping(&mut sim) - pong;
+    assert!((280..=300).contains(&next), "{next} ms after the PONG, {ping}");
+    // Bytes arrive in time.
+    sim.run(ms(10));
+    assert!(expect(&mut sim));
+    sim.run(ms(50));
+    sim.receive();
+    let from = sim.at();
+    assert_eq!(run_until_ping(&mut sim) - from, 250, "as after any bytes");
+    // The peer limits PINGs.
+    let mut sim = Simulation::new();
+    sim.connection.limit_pings(ms(60_000));
+    assert!(!expect(&mut sim));
+}
+
+#[test]
 fn late_check_withholds_verdicts() {
     let mut sim = Simulation::new();
     sim.run(ms(1500));

@@ -88,6 +88,8 @@ pub struct Connection {
     receiving: ReceivingStreams,
     /// The moves that are offered to its watches.
     pub moves: WatchMoves,
+    /// See [`Effects::ask_others`].
+    asks_others: Cell<bool>,
     /// The waker of the driver task.
     driver: RefCell<Option<Waker>>,
     /// Notifies requests on this connection of each change that concerns them.
@@ -278,6 +280,16 @@ impl Connection {
         self.input(|machine| machine.event_expected(now));
     }
 
+    /// Whether the other connections should be asked. Each time once.
+    pub(super) fn take_question(&self) -> bool {
+        self.asks_others.take()
+    }
+
+    /// Asks the apiserver by a PING whether it responds, unless bytes have arrived recently.
+    pub(super) fn ask(&self, now: Instant) {
+        self.input(|machine| machine.ask(now));
+    }
+
     /// Notifies the watches on the connection, which look at what has changed.
     pub fn notify_watches(&self) {
         self.moves.notify();
@@ -421,6 +433,9 @@ impl Connection {
         }
         if effects.notify_requests {
             self.changed.notify_waiters();
+        }
+        if effects.ask_others {
+            self.asks_others.set(true);
         }
         if effects.notify_pool {
             self.pool.notify_one();

@@ -269,6 +269,7 @@ impl Pool {
         now: Instant,
     ) {
         class.connections.borrow_mut().retain(|c| c.state() != ConnectionState::Dead);
+        class.ask_others(now);
         self.hand_over(class, now);
         let name = class.credential_class();
         let tls = self.upstream.credentials.tls(name);

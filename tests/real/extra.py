@@ -50,7 +50,7 @@ class ExtraCase(LoadCase):
     def resumed(self):
         """Watches that have continued at another apiserver, after the loss of their stream or before it."""
         metrics = self.jackstay.metrics()
-        return sum(metrics.get(f'jackstay_watch_resumes_total{{outcome="{outcome}"}}', 0) for outcome in ("resumed", "moved"))
+        return sum(metrics.get(f'jackstay_watch_resumes_total{{outcome="{outcome}"}}', 0) for outcome in ("resumed", "moved", "shadow"))
 
     def most_watched(self):
         """The apiserver with most watches through jackstay."""

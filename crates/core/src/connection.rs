@@ -180,7 +180,11 @@ impl ConnectionMachine {
         match self.health.check(tcp, self.waits.waiting_since(), now) {
             Check::NotDue => {}
             Check::ProbeDue => effects.probe_kernel = true,
-            Check::PingDue => effects.send_ping = true,
+            Check::PingDue { request_waits } => {
+                effects.send_ping = true;
+                effects.ask_others = request_waits;
+                effects.notify_pool = request_waits;
+            }
             Check::Outstanding { silence, verdict } => {
                 if verdict {
                     self.judge(&silence, now, &mut effects);
@@ -292,6 +296,11 @@ impl ConnectionMachine {
     pub fn event_expected(&mut self, now: Instant) -> Effects {
         let wake_driver = self.health.expect_event(now);
         Effects { wake_driver, ..Effects::default() }
+    }
+
+    /// A request has waited on another connection ([`Effects::ask_others`]).
+    pub fn ask(&mut self, now: Instant) -> Effects {
+        Effects { wake_driver: self.health.ask(now), ..Effects::default() }
     }
 
     /// The endpoint is degraded. Requests may start a second attempt, and the streams of a draining connection move.

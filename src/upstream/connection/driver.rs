@@ -102,6 +102,7 @@ impl Connection {
             send,
             receiving: ReceivingStreams::default(),
             moves: WatchMoves::default(),
+            asks_others: Cell::new(false),
             driver: RefCell::new(None),
             changed: Notify::new(),
             pool,

@@ -135,6 +135,15 @@ impl ClassPool {
         self.with_table(now, |table, _| only_suspect_to(table, endpoint.key()))
     }
 
+    /// If a request waits on a connection that has to be asked, the others, to which it may be sent again, are asked, too.
+    pub(super) fn ask_others(&self, now: Instant) {
+        let connections = self.connections.borrow();
+        let asks = connections.iter().filter(|connection| connection.take_question()).count();
+        if asks > 0 {
+            connections.iter().for_each(|connection| connection.ask(now));
+        }
+    }
+
     /// Calls `decide` with the present table of connections.
     pub(super) fn with_table<T>(
         &self,

@@ -114,6 +114,9 @@ pub struct Effects {
     pub probe_kernel: bool,
     /// Send a PING. It counts as sent.
     pub send_ping: bool,
+    /// Ask the connections to which a waiting request may be sent again ([`super::ConnectionMachine::ask`]), so that it is
+    /// not sent to one that is as dead.
+    pub ask_others: bool,
     /// Tell the endpoint that its apiserver has announced its shutdown by a GOAWAY.
     pub shutdown_announced: bool,
     /// Tell the endpoint that the PINGs of a connection in service are answered differently than before.

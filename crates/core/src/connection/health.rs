@@ -30,7 +30,7 @@ use std::time::{Duration, Instant};
 use self::rtt::Rtt;
 use self::silence::{Silence, window_answers_probes};
 use self::thresholds::{
-    CHECK_INTERVAL, EVENT_PING_PAUSE, EVENT_WAIT, HEAD_WAIT, LATE_CHECK, PATH_QUIET_AFTER,
+    ASK_PAUSE, CHECK_INTERVAL, EVENT_WAIT, HEAD_WAIT, LATE_CHECK, PATH_QUIET_AFTER,
     PATH_SILENT_AFTER, PING_AFTER_SILENCE, PROBE_AFTER, SILENT_AFTER, SILENT_DEATH, STOPPED_AFTER,
     Thresholds, VERDICT_PAUSE, WRITE_PATIENCE,
 };
@@ -44,8 +44,8 @@ pub(super) enum Check {
     NotDue,
     /// No PING is due, but the kernel should probe the path.
     ProbeDue,
-    /// A PING is due. It counts as sent.
-    PingDue,
+    /// A PING is due. It counts as sent. `request_waits`: a request has waited for its response head.
+    PingDue { request_waits: bool },
     /// A PING is outstanding. Without a `verdict`, verdicts are withheld.
     Outstanding { silence: Silence, verdict: bool },
 }
@@ -209,6 +209,20 @@ impl Health {
         true
     }
 
+    /// A request has waited on another connection and may be sent again on this one: a PING is due now, unless bytes have
+    /// arrived recently. Returns whether it is.
+    pub(super) fn ask(&mut self, now: Instant) -> bool {
+        let since = |then| now.saturating_duration_since(then);
+        let is_asked = self.limit.is_none()
+            && self.ping_sent.is_none()
+            && since(self.last_received) >= HEAD_WAIT
+            && since(self.pong_at) >= ASK_PAUSE;
+        if is_asked {
+            (self.next_ping, self.check_at) = (now, now);
+        }
+        is_asked
+    }
+
     /// When the next check is due, while a request has waited for its response head since `waiting_since`.
     pub(super) fn wake_at(&self, waiting_since: Option<Instant>) -> Instant {
         if self.ping_sent.is_none() {
@@ -238,7 +252,7 @@ impl Health {
             due = due.min(self.last_received + PING_AFTER_SILENCE);
         }
         if let Some(since) = self.event_expected {
-            due = due.min((since + EVENT_WAIT).max(self.pong_at + EVENT_PING_PAUSE));
+            due = due.min((since + EVENT_WAIT).max(self.pong_at + ASK_PAUSE));
         }
         if let Some(since) = waiting_since {
             // Counted from the last received byte: otherwise a request that has waited for long would need a
@@ -270,7 +284,8 @@ impl Health {
                 self.acked = tcp.bytes_acked;
             }
             self.check_at = now + self.suspect_after();
-            return Check::PingDue;
+            let waits = |since: Instant| now >= since.max(self.last_received) + HEAD_WAIT;
+            return Check::PingDue { request_waits: waiting_since.is_some_and(waits) };
         };
         let late = now.saturating_duration_since(self.check_at) >= LATE_CHECK;
         if late && !std::mem::replace(&mut self.was_late, true) {

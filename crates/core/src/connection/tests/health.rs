@@ -426,6 +426,21 @@ fn event_that_another_connection_has_shown_triggers_a_ping_after_100_ms() {
 }
 
 #[test]
+fn connection_is_asked_if_it_has_been_silent_for_a_while() {
+    for (silent, since_pong, is_asked) in [(120, 420, true), (50, 420, false), (120, 200, false)] {
+        let mut sim = Simulation::new();
+        run_until_ping(&mut sim);
+        sim.run(ms(since_pong - silent));
+        sim.receive();
+        sim.run(ms(silent));
+        assert_eq!(sim.connection.ask(sim.now).wake_driver, is_asked, "{silent} {since_pong}");
+        if is_asked {
+            assert_eq!(sim.connection.wake_at(), sim.now);
+        }
+    }
+}
+
+#[test]
 fn late_check_withholds_verdicts() {
     let mut sim = Simulation::new();
     sim.run(ms(1500));

@@ -13,7 +13,7 @@ use super::input::MoveReason;
 pub const MAX_RESUMES: u32 = 12;
 /// Maximum number of shadows of one watch in one [`WINDOW`]. One that takes the place of the first stream counts as a
 /// resume, too.
-pub const MAX_SHADOWS: u32 = 6;
+pub const MAX_SHADOWS: u32 = 12;
 /// Length of a window. A window begins with the first resume, or shadow, after the end of the window before it.
 const WINDOW: Duration = Duration::from_secs(60);
 /// A watch is moved to balance load only if at least this time is left until its deadline.

@@ -285,7 +285,7 @@ impl Connection {
         self.asks_others.take()
     }
 
-    /// Asks the apiserver by a PING whether it responds, unless bytes have arrived recently.
+    /// Asks the apiserver by a PING whether it responds, unless one was answered recently.
     pub(super) fn ask(&self, now: Instant) {
         self.input(|machine| machine.ask(now));
     }

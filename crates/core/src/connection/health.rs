@@ -209,14 +209,12 @@ impl Health {
         true
     }
 
-    /// A request has waited on another connection and may be sent again on this one: a PING is due now, unless bytes have
+    /// A request has waited on another connection and may be sent again on this one: a PING is due now, unless a PONG has
     /// arrived recently. Returns whether it is.
     pub(super) fn ask(&mut self, now: Instant) -> bool {
-        let since = |then| now.saturating_duration_since(then);
         let is_asked = self.limit.is_none()
             && self.ping_sent.is_none()
-            && since(self.last_received) >= HEAD_WAIT
-            && since(self.pong_at) >= ASK_PAUSE;
+            && now.saturating_duration_since(self.pong_at) >= ASK_PAUSE;
         if is_asked {
             (self.next_ping, self.check_at) = (now, now);
         }
@@ -254,12 +252,14 @@ impl Health {
         if let Some(since) = self.event_expected {
             due = due.min((since + EVENT_WAIT).max(self.pong_at + ASK_PAUSE));
         }
-        if let Some(since) = waiting_since {
-            // Counted from the last received byte: otherwise a request that has waited for long would need a
-            // PING after each PONG.
-            due = due.min(since.max(self.last_received) + HEAD_WAIT);
-        }
-        due
+        waiting_since.map_or(due, |since| due.min(self.wait_from(since) + HEAD_WAIT))
+    }
+
+    /// From when the wait of a request counts that has waited since then. One PING does not wait for the bytes of other
+    /// streams to end: only one direction may be lost. Later ones do: otherwise a request that has waited for long would
+    /// need a PING after each PONG.
+    fn wait_from(&self, since: Instant) -> Instant {
+        if self.pong_at < since { since } else { since.max(self.last_received) }
     }
 
     /// Measures the evidence, or begins a PING if one is due.
@@ -284,7 +284,7 @@ impl Health {
                 self.acked = tcp.bytes_acked;
             }
             self.check_at = now + self.suspect_after();
-            let waits = |since: Instant| now >= since.max(self.last_received) + HEAD_WAIT;
+            let waits = |since: Instant| now >= self.wait_from(since) + HEAD_WAIT;
             return Check::PingDue { request_waits: waiting_since.is_some_and(waits) };
         };
         let late = now.saturating_duration_since(self.check_at) >= LATE_CHECK;

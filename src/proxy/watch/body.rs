@@ -299,7 +299,7 @@ impl WatchBody {
         let (session, reason) = (self.relay.session(), stream.deferred);
         match reason.map(|reason| session.leave(reason, clock::now())) {
             Some(Leave::Search) => match self.shadow.as_deref().map(ShadowSource::progress) {
-                Some(Progress::Accepted) => self.stream_lost("the connection drains"),
+                Some(Progress::Accepted) => self.stream_lost("the stream is to be left"),
                 Some(Progress::Requested) => {}
                 Some(Progress::Searching) | None => {
                     self.shadow = None;

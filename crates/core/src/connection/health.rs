@@ -30,7 +30,7 @@ use std::time::{Duration, Instant};
 use self::rtt::Rtt;
 use self::silence::{Silence, window_answers_probes};
 use self::thresholds::{
-    ASK_PAUSE, CHECK_INTERVAL, EVENT_WAIT, HEAD_WAIT, LATE_CHECK, PATH_QUIET_AFTER,
+    CHECK_INTERVAL, EVENT_PING_PAUSE, EVENT_WAIT, HEAD_WAIT, LATE_CHECK, PATH_QUIET_AFTER,
     PATH_SILENT_AFTER, PING_AFTER_SILENCE, PROBE_AFTER, SILENT_AFTER, SILENT_DEATH, STOPPED_AFTER,
     Thresholds, VERDICT_PAUSE, WRITE_PATIENCE,
 };
@@ -214,7 +214,8 @@ impl Health {
     pub(super) fn ask(&mut self, now: Instant) -> bool {
         let is_asked = self.limit.is_none()
             && self.ping_sent.is_none()
-            && now.saturating_duration_since(self.pong_at) >= ASK_PAUSE;
+            // A PONG after the request was sent would say that the connection works.
+            && now.saturating_duration_since(self.pong_at) >= HEAD_WAIT;
         if is_asked {
             (self.next_ping, self.check_at) = (now, now);
         }
@@ -250,7 +251,7 @@ impl Health {
             due = due.min(self.last_received + PING_AFTER_SILENCE);
         }
         if let Some(since) = self.event_expected {
-            due = due.min((since + EVENT_WAIT).max(self.pong_at + ASK_PAUSE));
+            due = due.min((since + EVENT_WAIT).max(self.pong_at + EVENT_PING_PAUSE));
         }
         waiting_since.map_or(due, |since| due.min(self.wait_from(since) + HEAD_WAIT))
     }

@@ -9,9 +9,8 @@ pub const PING_AFTER_SILENCE: Duration = Duration::from_millis(250);
 /// A PING is sent when another connection has shown an event this long ago that this one should have shown, too, without
 /// a byte arriving. The watch caches of apiservers are some milliseconds apart.
 pub const EVENT_WAIT: Duration = Duration::from_millis(100);
-/// Minimum time from a PONG to a PING because of what happens on another connection. A selector may exclude an event,
-/// and then it never arrives.
-pub const ASK_PAUSE: Duration = Duration::from_millis(300);
+/// Minimum time from a PONG to a PING for such an event. A selector may exclude the event, and then it never arrives.
+pub const EVENT_PING_PAUSE: Duration = Duration::from_millis(300);
 /// Pause between two checks while a PING is outstanding.
 pub const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 /// Without evidence of life of the path or of the process for this long, or for half of `dead_after` if that

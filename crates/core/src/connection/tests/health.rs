@@ -443,7 +443,7 @@ fn event_that_another_connection_has_shown_triggers_a_ping_after_100_ms() {
 
 #[test]
 fn connection_is_asked_if_no_ping_was_answered_for_a_while() {
-    for (since_pong, is_asked) in [(420, true), (200, false)] {
+    for (since_pong, is_asked) in [(200, true), (60, false)] {
         let mut sim = Simulation::new();
         run_until_ping(&mut sim);
         sim.run(ms(since_pong));

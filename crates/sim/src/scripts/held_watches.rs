@@ -81,8 +81,9 @@ pub async fn new(testbed: Rc<Testbed>) {
     let back = testbed.choose(testbed.servers());
     let restart = async {
         proxy.until_held(1).await;
-        // A new watch is held for up to 30 s, and an apiserver is back when it has been ready for 3 s.
-        sleep(Duration::from_secs(25).mul_f64(fastrand::f64())).await;
+        // A new watch is held for up to 30 s. An apiserver is back when it has been ready for 3 s, and the watch waits for
+        // up to an eighth of the outage then.
+        sleep(Duration::from_secs(20).mul_f64(fastrand::f64())).await;
         testbed.end(back, FaultKind::Kill);
     };
     let (watch, ()) = tokio::join!(Watch::start(&client, &path), restart);

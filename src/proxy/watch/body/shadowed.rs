@@ -11,7 +11,7 @@ use jackstay_core::credential_class::ClientRank;
 use jackstay_core::watch::gzip::ContentCoding;
 use jackstay_core::watch::relay::PushResult;
 use jackstay_core::watch::session::SessionEffect;
-use jackstay_core::watch::shadow::opening::{HEAD_TIMEOUT, LOSSY_FOR, MAX_ATTEMPTS, pause};
+use jackstay_core::watch::shadow::opening::{HEAD_TIMEOUT, LOSSY_FOR, Lossy, MAX_ATTEMPTS, pause};
 use jackstay_core::watch::shadow::{ShadowEnd, Side};
 use jackstay_sys::clock;
 
@@ -53,8 +53,12 @@ impl WatchBody {
         if !self.relay.can_shadow(now) || !self.context.permits_moves() {
             return;
         }
-        let is_lossy = first.permit.connection().has_recovered_within(LOSSY_FOR, now);
-        let pause = pause(failures, is_lossy, &mut fastrand::Rng::new());
+        let lossy = match first.permit.connection().has_recovered_within(LOSSY_FOR, now) {
+            false => Lossy::No,
+            true if first.pace.is_quiet(now) => Lossy::Quiet,
+            true => Lossy::Delivering,
+        };
+        let pause = pause(failures, lossy, &mut fastrand::Rng::new());
         let search = first.search(&self.context, self.relay.session(), pause, true);
         self.shadow = Some(ShadowSource::search(search, failures));
     }

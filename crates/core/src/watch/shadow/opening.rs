@@ -3,7 +3,7 @@
 //! | the connection of the first stream | the watch |
 //! |---|---|
 //! | becomes suspect | opens a shadow after up to [`JITTER`], so that the watches of many nodes do not do so at once |
-//! | becomes suspect, and a suspicion was wrong in the last minute | the same after [`LOSSY_PAUSE`]: a lost packet is usually repeated by then |
+//! | becomes suspect, and a suspicion was wrong in the last minute | the same after [`LOSSY_PAUSE`]: a lost packet is usually repeated by then; a quiet watch after [`LOSSY_PAUSE_QUIET`] |
 //! | still suspect, and the first shadow has failed | opens another after up to [`JITTER`]: its connection may have failed, too |
 //! | still suspect, and a later shadow has failed | opens another after [`RETRY_PAUSE`] to twice that, [`MAX_ATTEMPTS`] in all |
 //! | answers again, and what the client has received does not follow on it within [`CATCH_UP_LIMIT`] | continues on the shadow |
@@ -19,6 +19,8 @@ pub const JITTER: Duration = Duration::from_millis(50);
 /// Additional pause while suspicions of the connection are often wrong. Linux retransmits a lost packet after little
 /// more than 200 ms, which is 100 ms after the suspicion.
 pub const LOSSY_PAUSE: Duration = Duration::from_millis(150);
+/// The same of a quiet watch. By then, a packet that was lost twice is nearly repeated.
+pub const LOSSY_PAUSE_QUIET: Duration = Duration::from_millis(400);
 /// For how long after a wrong suspicion [`LOSSY_PAUSE`] applies.
 pub const LOSSY_FOR: Duration = Duration::from_secs(60);
 /// Minimum pause before a third shadow is requested.
@@ -34,12 +36,23 @@ pub const MAX_PER_ENDPOINT: usize = 512;
 /// Maximum number of shadows of the process.
 pub const MAX_PER_PROCESS: usize = 1024;
 
-/// The pause before a shadow is requested, after this number of attempts in the suspicion. `is_lossy`: a suspicion of the
-/// connection was wrong within [`LOSSY_FOR`].
-pub fn pause(attempts: u32, is_lossy: bool, rng: &mut fastrand::Rng) -> Duration {
-    match attempts {
-        0 if is_lossy => LOSSY_PAUSE + JITTER.mul_f64(rng.f64()),
-        0 | 1 => JITTER.mul_f64(rng.f64()),
+/// A path on which a suspicion was wrong within [`LOSSY_FOR`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Lossy {
+    /// It has no such suspicion.
+    No,
+    /// It has, and the watch was delivering events.
+    Delivering,
+    /// It has, and the watch is quiet ([`crate::watch::pace`]).
+    Quiet,
+}
+
+/// The pause before a shadow is requested, after this number of attempts in the suspicion.
+pub fn pause(attempts: u32, lossy: Lossy, rng: &mut fastrand::Rng) -> Duration {
+    match (attempts, lossy) {
+        (0, Lossy::Delivering) => LOSSY_PAUSE + JITTER.mul_f64(rng.f64()),
+        (0, Lossy::Quiet) => LOSSY_PAUSE_QUIET + JITTER.mul_f64(rng.f64()),
+        (0 | 1, _) => JITTER.mul_f64(rng.f64()),
         _ => RETRY_PAUSE.mul_f64(1.0 + rng.f64()),
     }
 }
@@ -74,18 +87,20 @@ mod tests {
     #[test]
     fn pause_is_random_and_longer_on_lossy_paths_and_after_failures() {
         let mut rng = fastrand::Rng::with_seed(1);
-        for (attempts, is_lossy, least, most) in [
-            (0, false, 0, 50),
-            (0, true, 150, 200),
-            (1, true, 0, 50),
-            (2, false, 250, 500),
-            (2, true, 250, 500),
+        use Lossy::{Delivering, No, Quiet};
+        for (attempts, lossy, least, most) in [
+            (0, No, 0, 50),
+            (0, Delivering, 150, 200),
+            (0, Quiet, 400, 450),
+            (1, Quiet, 0, 50),
+            (2, No, 250, 500),
+            (3, Delivering, 250, 500),
         ] {
-            let pauses = (0..1000).map(|_| pause(attempts, is_lossy, &mut rng).as_millis());
+            let pauses = (0..1000).map(|_| pause(attempts, lossy, &mut rng).as_millis());
             let pauses: Vec<_> = pauses.collect();
             let (min, max) = (*pauses.iter().min().unwrap(), *pauses.iter().max().unwrap());
             let range = most - least;
-            assert!(min >= least && max <= most, "{attempts} {is_lossy}: {min} {max}");
+            assert!(min >= least && max <= most, "{attempts} {lossy:?}: {min} {max}");
             assert!(min <= least + range / 10 && max >= most - range / 10, "{min} {max}");
         }
     }

@@ -112,13 +112,13 @@ class BalancerCase(LoadCase):
         record(f"{what}: leases lost", lost, "leases")
         return lost
 
-    def fault(self, what, fault, seconds=8, slowest_read=0.6, busy=2.5, quiet=None, renewal=4.5, **options):
+    def fault(self, what, fault, seconds=8, slowest_read=0.6, busy=2.5, delay=None, renewal=4.5, **options):
         """A fault beside all clients. Times are the promises for three addresses."""
         what = f"{self.balancer.NAME}: {what}"
         leaders, readers = self.workers(self.server)
         connects, begun = self.balancer.connects(), time.monotonic()
         limit = slowest_read + MORE
-        self.run_fault(what, fault, seconds, slowest_read=limit, busy=busy + MORE, quiet=(quiet or busy + 1) + MORE, renewal=renewal + MORE, **options)
+        self.run_fault(what, fault, seconds, slowest_read=limit, busy=busy + MORE, delay=(delay or busy + 1) + MORE, quiet=True, renewal=renewal + MORE, **options)
         connects, took = self.balancer.connects() - connects, time.monotonic() - begun
         lost = self.finish(what, leaders, readers)
         log(f"    {connects} connects in {took:.0f} s; endpoints: { {name: (e['state'], e['watches']) for name, e in backends(self.jackstay).items()} }")
@@ -154,7 +154,7 @@ class BalancerCase(LoadCase):
         self.fault("SIGKILL and restart of one", kill, seconds=4, counted=False, meanwhile=restart, slowest_read=0.3, busy=1)
 
     def stopped(self):
-        self.fault("SIGSTOP of one", lambda: self.victim().pause(), seconds=12, counted=False, busy=6, quiet=6)
+        self.fault("SIGSTOP of one", lambda: self.victim().pause(), seconds=12, counted=False, busy=6, delay=6)
 
     def cut_off_from_etcd(self):
         self.fault("one cut off from etcd", lambda: self.rig.faults.drop_etcd(self.victim().name), CUT, slowest_read=3.5, busy=3)

@@ -59,11 +59,11 @@ class Encodings(ExtraCase, unittest.TestCase):
         self.affected = sum(endpoint["watches"] for endpoint in self.endpoints().values())
         self.rig.faults.drop_flows(self.jackstay.pid, hooks=(hook,), **options)
 
-    def check_report(self, what, load, report, busy=0.6, quiet=None, **limits):
+    def check_report(self, what, load, report, busy=2.5, delay=None, **limits):
         super().check_report(what, load, report, busy=None, **limits)
-        self.check_encodings(what, report, busy, quiet)
+        self.check_encodings(what, report, busy, delay)
 
-    def check_encodings(self, what, report, busy=None, quiet=None):
+    def check_encodings(self, what, report, busy=None, delay=None):
         """Checks and writes the counts and times of each encoding."""
         cells = [what]
         for encoding, found in by_encoding(report).items():
@@ -75,7 +75,7 @@ class Encodings(ExtraCase, unittest.TestCase):
                 self.assertEqual([found[count] for count in COUNTS], [0] * len(COUNTS))
                 if busy:
                     within(self, f"{what}: longest silence of a busy watch in {name}", found["silence"], "s", busy)
-                    within(self, f"{what}: delay of a quiet watch in {name}", found["delay"], "s", quiet or 2 * busy)
+                    within(self, f"{what}: delay of a quiet watch in {name}", found["delay"], "s", delay or busy + 1)
             cells.append(f"{', '.join(str(found[count]) for count in COUNTS)}; {found['silence']:.2g} s, {found['delay']:.2g} s")
         write_rows("encodings", HEAD, [cells])
 
@@ -84,7 +84,7 @@ class Encodings(ExtraCase, unittest.TestCase):
 
     @long_form("test_sigkill_of_one")
     def test_sigstop_of_one(self):
-        self.run_fault("SIGSTOP of one apiserver", lambda: self.victim().pause(), seconds=12, counted=False, slowest_read=0.25, quiet=1.5)
+        self.run_fault("SIGSTOP of one apiserver", lambda: self.victim().pause(), seconds=12, counted=False, slowest_read=0.25, delay=1.5)
 
     @long_form("test_sigkill_of_one")
     def test_all_packets_of_one_dropped(self):
@@ -110,7 +110,7 @@ class Encodings(ExtraCase, unittest.TestCase):
         try:
             wait_for("the endpoints to be ready", lambda: all(e["state"] == "ready" for e in self.endpoints().values()), 30)
             self.run_fault("`/readyz` of one apiserver fails, and its requests hang", lambda: self.rig.faults.drop_etcd(self.victim().name),
-                           lasting=True, slowest_read=3.5, busy=4, quiet=4)
+                           lasting=True, slowest_read=3.5, busy=4, delay=4)
         finally:
             self.jackstay.stop()
             self.jackstay = usual
@@ -124,7 +124,7 @@ class Encodings(ExtraCase, unittest.TestCase):
         self.assertGreater(self.rig.faults.dropped(), 0, "the fault dropped no packet")
         self.rig.recover()
         self.check_report("a minute of 5 % packet loss, both directions", load, load.finish(), writes_may_fail=False, slowest_read=1,
-                          busy=1, quiet=1.5)
+                          busy=1, delay=1.5)
 
     @long_form("test_sigkill_of_one")
     def test_rolling_restarts(self):
@@ -154,7 +154,7 @@ class Encodings(ExtraCase, unittest.TestCase):
             time.sleep(3)
             self.rig.recover()
             time.sleep(1.5)
-        self.check_report(f"{len(kinds)} faults in a row", load, load.finish(early=True), slowest_read=0.6, busy=2.5, quiet=2.5)
+        self.check_report(f"{len(kinds)} faults in a row", load, load.finish(early=True), slowest_read=0.6, busy=2.5, delay=2.5)
 
     def run_outage(self, what, take_down, slowest_write):
         """Ten seconds without an apiserver, while c is written directly: requests get 503, and watches are held."""

@@ -165,10 +165,10 @@ class LoadCase(JackstayCase):
         return {**self.rig.apiservers, **self.rig.extra}[name]
 
     def run_fault(self, what, fault, seconds=8, counted=True, jackstay=None, meanwhile=None, quiet=False, lasting=False,
-                  flags=None, renewal=1, **limits):
+                  flags=None, renewal=1, busy=0.6, delay=None, **limits):
         """Injects a fault beside load and renewals of leases, and checks the report of the load. The fault ends after
         `seconds`; a `lasting` one ends after the load. `flags` are those of the load generator; `renewal` is the promised
-        time of a renewal in seconds."""
+        time of a renewal in seconds; `delay` that of an event of a quiet watch (default: twice `busy`)."""
         jackstay = jackstay or self.jackstay
         load = self.load(seconds + 7, jackstay.server, **(flags or {}))
         renewals = Renewals(self, jackstay.server, "c")
@@ -187,16 +187,17 @@ class LoadCase(JackstayCase):
         self.rig.recover()
         within(self, f"{what}: slowest renewal of a lease", slowest, "s", renewal)
         self.check_story(what, since, jackstay, quiet=quiet)
-        self.check_report(what, load, report, **limits)
+        self.check_report(what, load, report, busy=busy, delay=delay or 2 * busy, **limits)
 
     def may_have_been_in_flight(self, failure, grace):
         """Whether the request was in flight during a fault, or sent before jackstay can have suspected its connection."""
         end = failure["unix"]
         return any(end - failure["latency_ms"] / 1000 <= after + grace and end >= before for before, after in self.faults_at)
 
-    def check_report(self, what, load, report, writes_may_fail=True, slowest_read=None, grace=None, busy=0.6, quiet=None):
+    def check_report(self, what, load, report, writes_may_fail=True, slowest_read=None, grace=None, busy=2.5, delay=None):
         """Checks that reads and watches notice nothing, and that only writes in flight fail. Times are promises in
-        seconds; `grace` is the time until jackstay suspects a connection."""
+        seconds; `grace` is the time until jackstay suspects a connection, `busy` the silence of a busy watch, `delay` that
+        of an event of a quiet one (default: one second more)."""
         log(f"{what}: {summary(report)}")
         failures = [f for f in report["failures"] if f["kind"] != "direct"]
         requests = [f for f in failures if f["kind"] != "watch"]
@@ -234,7 +235,7 @@ class LoadCase(JackstayCase):
             with self.subTest(f"{what}: no busy watch stalls"):
                 within(self, f"{what}: longest silence of a busy watch", watches["busy_silence_ms"], "ms", busy * 1000)
             with self.subTest(f"{what}: no quiet watch is delayed"):
-                within(self, f"{what}: delay of a quiet watch", watches["quiet_delay_ms"], "ms", (quiet or 2 * busy) * 1000)
+                within(self, f"{what}: delay of a quiet watch", watches["quiet_delay_ms"], "ms", (delay or busy + 1) * 1000)
 
 
 class Faults(LoadCase, unittest.TestCase):
@@ -292,7 +293,7 @@ class Faults(LoadCase, unittest.TestCase):
         self.run_fault("SIGKILL of one", lambda: self.busiest_apiserver().kill(), counted=False, slowest_read=0.1, busy=0.15)
 
     def test_apiserver_stopped(self):
-        self.run_fault("SIGSTOP of one", lambda: self.busiest_apiserver().pause(), seconds=12, counted=False, renewal=4.5, slowest_read=0.25, quiet=1.5)
+        self.run_fault("SIGSTOP of one", lambda: self.busiest_apiserver().pause(), seconds=12, counted=False, renewal=4.5, slowest_read=0.25, delay=1.5)
 
     @long_form("test_many_faults has the same loss, and the simulator's scenario `loss` its ejections")
     def test_packet_loss(self):
@@ -330,7 +331,7 @@ class Faults(LoadCase, unittest.TestCase):
             self.assertEqual([victims[0].address in k for k in states], [True], states)
         # When etcd returns, the apiserver is ready at once by a new connection, and a write on one of its old ones gets
         # 500 `connection timed out` 10 s after the cut. So etcd stays away.
-        self.run_fault("the readiness check fails and writes hang on one", lose_etcd, jackstay=jackstay, meanwhile=degraded, lasting=True, renewal=4.5, slowest_read=3.5, busy=4, quiet=4)
+        self.run_fault("the readiness check fails and writes hang on one", lose_etcd, jackstay=jackstay, meanwhile=degraded, lasting=True, renewal=4.5, slowest_read=3.5, busy=4, delay=4)
         self.assertNotIn("panicked", jackstay.process.logfile.read_text(errors="replace"))
 
     def test_rolling_restarts(self):
@@ -351,7 +352,7 @@ class Faults(LoadCase, unittest.TestCase):
                 self.rig.apiservers[name].restart(graceful=False, down=1)
             time.sleep(15 if LONG else 3)
         report = load.finish(early=not LONG)
-        self.check_report("rolling restarts", load, report, slowest_read=1, grace=0.3, busy=3, quiet=4)
+        self.check_report("rolling restarts", load, report, slowest_read=1, grace=0.3, busy=3, delay=4)
         if LONG:
             self.assertGreaterEqual(report["requests"]["read"]["total"] + report["requests"]["write"]["total"], 20000)
             # The controller manager uses only `c`. After restarts of `c` its view can be older than its grace
@@ -441,7 +442,7 @@ class Faults(LoadCase, unittest.TestCase):
             within(self, "many faults: slowest renewal of a lease", renewals.finish("many faults"), "s", 4.5)
             # Some lines are written during the next fault, so only their total is checked.
             self.assertLessEqual(len(log_lines(jackstay.process, r" (WARN|ERROR) ", since)), self.MAX_LINES * len(injected))
-            self.check_report("many faults", load, report, slowest_read=0.6, busy=2.5, quiet=2.5)
+            self.check_report("many faults", load, report, slowest_read=0.6, busy=2.5, delay=2.5)
             for name, form, child, lines, pump in children:
                 with self.subTest(name):
                     deadline = time.monotonic() + 15

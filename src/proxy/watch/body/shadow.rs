@@ -107,9 +107,9 @@ impl ShadowSource {
     pub(super) fn search(
         search: impl Future<Output = Option<Permit>> + 'static,
         failures: u32,
-    ) -> Box<Self> {
+    ) -> Self {
         let stage = Stage::Searching(Box::pin(search));
-        Box::new(Self { stage, failures, catch_up_limit: None })
+        Self { stage, failures, catch_up_limit: None }
     }
 
     pub(super) fn requested(&mut self, attempt: ShadowAttempt, place: ShadowPlace) {

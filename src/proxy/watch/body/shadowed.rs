@@ -60,7 +60,7 @@ impl WatchBody {
         };
         let pause = pause(failures, lossy, &mut fastrand::Rng::new());
         let search = first.search(&self.context, self.relay.session(), pause, true);
-        self.shadow = Some(ShadowSource::search(search, failures));
+        self.shadow = Some(Box::new(ShadowSource::search(search, failures)));
     }
 
     pub(super) fn shadow_event(&mut self, event: ShadowEvent) {

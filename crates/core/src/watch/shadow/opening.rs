@@ -86,8 +86,8 @@ mod tests {
 
     #[test]
     fn pause_is_random_and_longer_on_lossy_paths_and_after_failures() {
-        let mut rng = fastrand::Rng::with_seed(1);
         use Lossy::{Delivering, No, Quiet};
+        let mut rng = fastrand::Rng::with_seed(1);
         for (attempts, lossy, least, most) in [
             (0, No, 0, 50),
             (0, Delivering, 150, 200),

@@ -130,9 +130,9 @@ impl GroupFailures {
 
     /// A response says that the group is unavailable. Returns whether it was available a moment ago
     /// ([`GroupHealth::unavailable`]).
-    pub fn unavailable(&self, group: &str) -> bool {
+    pub fn unavailable(&self, group: &str, is_disputed: bool) -> bool {
         let mut guarded = self.lock();
-        let is_new = guarded.health.unavailable(group, clock::now());
+        let is_new = guarded.health.unavailable(group, is_disputed, clock::now());
         self.publish(&guarded);
         is_new
     }

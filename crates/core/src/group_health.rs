@@ -69,6 +69,9 @@ const UNAVAILABLE: &[u8] = b"service unavailable";
 const DEADLINE: &[u8] = b"context deadline exceeded";
 /// How long ago a group must have been available for its requests to be sent again.
 const UNAVAILABLE_TIME: Duration = Duration::from_secs(1);
+/// The same if the group fails at one endpoint and works at another: they change the shared state in turn, on busy machines
+/// after more than a second.
+const DISPUTED_TIME: Duration = Duration::from_secs(3);
 /// Maximum length of a reason, in bytes.
 const MAX_REASON: usize = 200;
 
@@ -383,8 +386,8 @@ impl GroupHealth {
     }
 
     /// A response says that the group is unavailable. Returns whether it was available a moment ago, so that a request may be
-    /// sent again.
-    pub fn unavailable(&mut self, group: &str, now: Instant) -> bool {
+    /// sent again. `is_disputed`: it fails at one endpoint and works at another.
+    pub fn unavailable(&mut self, group: &str, is_disputed: bool, now: Instant) -> bool {
         self.prune(now);
         if !self.may_remember(group) {
             return false;
@@ -392,7 +395,7 @@ impl GroupHealth {
         let unavailable = &mut self.0.entry(group.into()).or_default().unavailable;
         let (since, _) = unavailable.unwrap_or((now, now));
         *unavailable = Some((since, now));
-        now < since + UNAVAILABLE_TIME
+        now < since + if is_disputed { DISPUTED_TIME } else { UNAVAILABLE_TIME }
     }
 
     /// An endpoint has answered a request of the group that was sent at `sent_at`. Returns whether the group has failed there

@@ -80,8 +80,11 @@ impl ForwardedRequest {
     /// Whether the group was available a moment ago, and a token was taken.
     pub(super) fn may_ask_unavailable_group(&self) -> bool {
         let Some(group) = &self.group else { return false };
-        let is_taken = self.group_failures().unavailable(self.info.api_group())
-            && self.upstream.group_budget.take_unreserved();
+        let (failures, api_group) = (self.group_failures(), self.info.api_group());
+        let failing = failures.avoided(api_group);
+        let is_disputed = !failing.is_empty() && self.upstream.has_ready_endpoint_besides(&failing);
+        let is_taken = failures.unavailable(api_group, is_disputed)
+            && self.upstream.group_budget.take_unreserved(is_disputed);
         group.count_token(is_taken);
         is_taken
     }

@@ -67,16 +67,22 @@ fn deadline_that_the_client_has_chosen_shows_nothing() {
 
 #[test]
 fn group_that_stays_unavailable_is_not_asked_again() {
-    let (mut health, start) = (GroupHealth::default(), Instant::now());
-    for (at, is_new) in [(0, true), (999, true), (1_000, false), (5_000, false)] {
-        assert_eq!(health.unavailable(GROUP, start + at * MS), is_new, "{at}");
-    }
+    let start = Instant::now();
+    let asked = |is_disputed| {
+        let mut health = GroupHealth::default();
+        let times = [0, 999, 1_000, 2_999, 3_000, 5_000];
+        let is_new = times.map(|at| health.unavailable(GROUP, is_disputed, start + at * MS));
+        (health, is_new)
+    };
+    let (mut health, is_new) = asked(false);
+    assert_eq!(is_new, [true, true, false, false, false, false]);
+    assert_eq!(asked(true).1, [true, true, true, true, false, false]);
     assert!(health.any_fails());
     health.answered(GROUP, A, (start, false), start + 5_001 * MS);
     assert!(!health.any_fails());
-    assert!(health.unavailable(GROUP, start + 6_000 * MS), "it was available meanwhile");
+    assert!(health.unavailable(GROUP, false, start + 6_000 * MS), "it was available meanwhile");
     // Forgotten after a time without requests.
-    assert!(health.unavailable(GROUP, start + 6_000 * MS + LONGEST_PAUSE));
+    assert!(health.unavailable(GROUP, false, start + 6_000 * MS + LONGEST_PAUSE));
 }
 
 #[test]

@@ -109,11 +109,12 @@ const PROBE_INTERVAL: Duration = Duration::from_secs(1);
 const HEALTH_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
 /// The pauses before a request of a group that is unavailable is sent again. While one apiserver has lost its path, it and
-/// the others change the shared state in turn, for about 30 ms each and at most 0.2 s (measured with Kubernetes 1.36).
+/// the others change the shared state in turn, for about 30 ms each and at most 0.2 s (measured with Kubernetes 1.36); on
+/// busy machines it takes longer.
 const UNAVAILABLE_PAUSES: Backoff =
     Backoff::new(Duration::from_millis(30), Duration::from_millis(60)).with_factors(0.75, 1.25);
-/// How often such a request is sent again at most: for about a second.
-const MAX_UNAVAILABLE: u32 = 16;
+/// How often such a request is sent again at most: for about three seconds.
+const MAX_UNAVAILABLE: u32 = 50;
 
 /// The attempts at one request.
 #[derive(Debug)]

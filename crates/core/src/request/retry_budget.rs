@@ -24,9 +24,11 @@ const TOO_OLD_BURST: usize = 512;
 /// rejecting apiserver carries.
 const REJECTED_BURST: usize = 128;
 /// Burst of additional requests of API groups that fail at an endpoint: those that wait there when it loses its path.
-const GROUPS_BURST: usize = 96;
+const GROUPS_BURST: usize = 128;
 /// Tokens of that burst that are kept for other endpoints while groups are unavailable.
-const GROUPS_RESERVE: f64 = 80.0;
+const GROUPS_RESERVE: f64 = 112.0;
+/// The same while a group fails at one endpoint and works at another, so that it is available again soon.
+const DISPUTED_RESERVE: f64 = 32.0;
 /// Tokens that a request of a group that is not built in earns for such requests.
 const TOKENS_PER_GROUP_REQUEST: f64 = 0.05;
 /// Tokens that one request of a client earns.
@@ -72,9 +74,11 @@ impl RetryBudget {
         self.tokens.get() >= 1.0
     }
 
-    /// Takes one token of those that are not kept for other endpoints. Returns false if none is left.
-    pub fn take_unreserved(&self) -> bool {
-        self.tokens.get() > GROUPS_RESERVE && self.take()
+    /// Takes one token of those that are not kept for other endpoints. Returns false if none is left. `is_disputed`: the
+    /// group fails at one endpoint and works at another.
+    pub fn take_unreserved(&self, is_disputed: bool) -> bool {
+        let reserve = if is_disputed { DISPUTED_RESERVE } else { GROUPS_RESERVE };
+        self.tokens.get() > reserve && self.take()
     }
 
     /// Takes one token. Returns false if none is left.
@@ -109,9 +113,11 @@ mod tests {
     #[test]
     fn budget_of_groups_keeps_a_reserve_and_refills_by_a_twentieth() {
         let budget = RetryBudget::groups();
-        let unreserved = (0..1_000).filter(|_| budget.take_unreserved()).count();
-        assert_eq!(unreserved, GROUPS_BURST - GROUPS_RESERVE as usize);
-        assert_eq!((0..1_000).filter(|_| budget.take()).count(), GROUPS_RESERVE as usize);
+        for (is_disputed, unreserved) in [(false, 16), (true, 80)] {
+            let taken = (0..1_000).filter(|_| budget.take_unreserved(is_disputed)).count();
+            assert_eq!(taken, unreserved);
+        }
+        assert_eq!((0..1_000).filter(|_| budget.take()).count(), DISPUTED_RESERVE as usize);
         assert!(!budget.has_token());
         (0..1_000).for_each(|_| budget.deposit_for_group());
         assert!(budget.has_token());

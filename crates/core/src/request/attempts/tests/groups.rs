@@ -33,7 +33,7 @@ fn step_after_a_failed_group_asks_where_the_group_works_or_pauses() {
     assert_eq!(attempts.requirements().excluded, excluded);
     let (attempts, _) = run(Read, steps![granted(0), unavailable()]);
     assert_eq!(attempts.requirements().excluded, []);
-    // It is sent again for about a second.
+    // It is sent again for about three seconds.
     let round = |_| steps![granted(0), unavailable(), AttemptInput::PauseEnded];
     let rounds = (0..MAX_UNAVAILABLE).flat_map(round).chain(steps![granted(0), unavailable()]);
     let (_, text) = run_quietly(Read, rounds.collect());

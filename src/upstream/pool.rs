@@ -39,7 +39,7 @@ use super::resource_versions::ResourceRecord;
 use super::shared::{HeldWatch, Upstream};
 use super::trial::try_certificate;
 
-/// Minimum time between two events of which connections are told.
+/// Within this time, the pool tells its connections of one event only ([`Pool::event_shown`]).
 const EVENT_INTERVAL: Duration = Duration::from_millis(20);
 
 /// The pool of one worker for one upstream. It stays on the thread of the worker.

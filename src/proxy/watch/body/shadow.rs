@@ -181,15 +181,12 @@ impl ShadowSource {
 
     /// Records how the shadow has ended.
     pub(super) fn record(&self, outcome: &'static str, metrics: &Metrics) {
-        let ran = match &self.stage {
-            Stage::Searching(_) => Duration::ZERO,
-            Stage::Requesting(_, place) => {
-                clock::now().saturating_duration_since(place.requested_at)
-            }
-            Stage::Streaming(second) => {
-                clock::now().saturating_duration_since(second.place.requested_at)
-            }
+        let place = match &self.stage {
+            Stage::Searching(_) => None,
+            Stage::Requesting(_, place) => Some(place),
+            Stage::Streaming(second) => Some(&second.place),
         };
+        let ran = place.map_or(Duration::ZERO, |place| clock::elapsed(place.requested_at));
         metrics.shadow_ended(outcome, ran);
     }
 }

@@ -46,6 +46,11 @@ impl WatchBody {
         }
     }
 
+    /// Whether the first stream is read, and its connection is suspect.
+    fn is_first_suspect(&self) -> bool {
+        matches!(&self.source, Source::Stream(first) if first.permit.connection().is_suspect())
+    }
+
     /// Searches a stream for a shadow, after this number of shadows in the suspicion.
     fn search_shadow(&mut self, failures: u32) {
         let Source::Stream(first) = &self.source else { return };
@@ -73,8 +78,7 @@ impl WatchBody {
     }
 
     fn request_shadow(&mut self, permit: Option<Permit>) {
-        let is_suspect = matches!(&self.source, Source::Stream(first)
-            if first.permit.connection().is_suspect());
+        let is_suspect = self.is_first_suspect();
         let Some(shadow) = self.shadow.as_mut().filter(|_| is_suspect) else {
             self.shadow = None;
             return;
@@ -223,9 +227,7 @@ impl WatchBody {
         self.relay.shadow_lost(clock::now());
         let failures = self.shadow.as_ref().map_or(0, |shadow| shadow.failures()) + 1;
         self.end_shadow(outcome);
-        let is_suspect = matches!(&self.source, Source::Stream(first)
-            if first.permit.connection().is_suspect());
-        if is_suspect && failures < MAX_ATTEMPTS {
+        if self.is_first_suspect() && failures < MAX_ATTEMPTS {
             self.search_shadow(failures);
         }
         self.leave_if_possible();

@@ -1,5 +1,7 @@
 //! What happens in the network at a time: packets arrive, and timers end.
 
+use std::time::Instant;
+
 use super::ids::ConnectionId;
 use super::tcp::{Acknowledgement, Side};
 
@@ -7,9 +9,9 @@ use super::tcp::{Acknowledgement, Side};
 #[derive(Debug, Clone, Copy)]
 #[allow(missing_docs)] // packets and timers, named as in TCP
 pub enum NetEvent {
-    Syn { id: ConnectionId },
+    Syn { id: ConnectionId, sent_at: Instant },
     SynTimeout { id: ConnectionId, retries: u8 },
-    SynAnswer { id: ConnectionId },
+    SynAnswer { id: ConnectionId, echo: Option<Instant> },
     SynAnswerTimeout { id: ConnectionId, retries: u8 },
     Established { id: ConnectionId },
     Segment { id: ConnectionId, from: Side, number: u64, ack: Acknowledgement },
@@ -24,9 +26,9 @@ pub enum NetEvent {
 impl NetEvent {
     pub(super) fn connection(self) -> ConnectionId {
         match self {
-            Self::Syn { id }
+            Self::Syn { id, .. }
             | Self::SynTimeout { id, .. }
-            | Self::SynAnswer { id }
+            | Self::SynAnswer { id, .. }
             | Self::SynAnswerTimeout { id, .. }
             | Self::Established { id }
             | Self::Segment { id, .. }

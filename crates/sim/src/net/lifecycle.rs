@@ -39,7 +39,7 @@ impl Network {
             return self.forget_if_over(id);
         }
         end.socket.handshake_at = None;
-        self.packet(s, id, Side::Server, 60, NetEvent::SynAnswer { id });
+        self.send_syn_answer(s, id);
         let pause = SYN_ANSWER_TIMEOUT * (1 << retries);
         s.queue(s.now() + pause, NetEvent::SynAnswerTimeout { id, retries: retries + 1 });
     }

@@ -2,7 +2,7 @@
 
 use std::io;
 use std::task::Waker;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::clock::Clock;
 use super::connections::Connections;
@@ -161,9 +161,9 @@ impl Network {
             return;
         }
         match event {
-            NetEvent::Syn { id } => self.syn_arrives(s, id),
+            NetEvent::Syn { id, sent_at } => self.syn_arrives(s, id, sent_at),
             NetEvent::SynTimeout { id, retries } => self.syn_times_out(s, id, retries),
-            NetEvent::SynAnswer { id } => self.syn_answer_arrives(s, id),
+            NetEvent::SynAnswer { id, echo } => self.syn_answer_arrives(s, id, echo),
             NetEvent::Segment { id, from, number, ack } => {
                 self.segment_arrives(s, id, from, (number, ack));
             }
@@ -193,9 +193,7 @@ impl Network {
     }
 
     pub(super) fn send_syn(&mut self, s: &mut Clock, id: ConnectionId, retries: u8) {
-        let is_first = retries == 0;
-        self.connections[id].ends[0].socket.handshake_at = is_first.then(|| s.now());
-        self.packet(s, id, Side::Client, 60, NetEvent::Syn { id });
+        self.packet(s, id, Side::Client, 60, NetEvent::Syn { id, sent_at: s.now() });
         let pause = SYN_TIMEOUT * (1 << retries.saturating_sub(SYN_LINEAR_TIMEOUTS));
         s.queue(s.now() + pause, NetEvent::SynTimeout { id, retries: retries + 1 });
     }
@@ -212,8 +210,9 @@ impl Network {
         }
     }
 
-    fn syn_arrives(&mut self, s: &mut Clock, id: ConnectionId) {
+    fn syn_arrives(&mut self, s: &mut Clock, id: ConnectionId, sent_at: Instant) {
         let end = &mut self.connections[id].ends[1];
+        end.socket.note_time_stamp(0, sent_at);
         let (host, is_answered) = (end.host, end.socket.answered);
         end.last_segment = s.now();
         if let Some(count) = self.connects.get_mut(usize::from(host)) {
@@ -223,11 +222,17 @@ impl Network {
             self.connections[id].ends[1].closed = true;
             return self.packet(s, id, Side::Server, 40, NetEvent::Reset { id, to: Side::Client });
         }
-        self.packet(s, id, Side::Server, 60, NetEvent::SynAnswer { id });
+        self.send_syn_answer(s, id);
     }
 
-    fn syn_answer_arrives(&mut self, s: &mut Clock, id: ConnectionId) {
+    pub(super) fn send_syn_answer(&mut self, s: &mut Clock, id: ConnectionId) {
+        let echo = self.connections[id].ends[1].socket.time_stamp;
+        self.packet(s, id, Side::Server, 60, NetEvent::SynAnswer { id, echo });
+    }
+
+    fn syn_answer_arrives(&mut self, s: &mut Clock, id: ConnectionId, echo: Option<Instant>) {
         self.connections[id].ends[0].last_segment = s.now();
+        self.connections[id].ends[0].socket.handshake_at = echo;
         self.complete_connect(s, id);
     }
 }

@@ -1,7 +1,7 @@
 //! Packets, segments of data, their acknowledgements and their timers.
 
 use std::io;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::clock::Clock;
 use super::event::NetEvent;
@@ -87,7 +87,7 @@ impl Network {
         let segment = &mut end.in_flight[(number - end.first) as usize];
         segment.sent_at = Some(s.now());
         let bytes = segment.bytes;
-        let ack = end.acknowledge();
+        let ack = end.acknowledge(s.now());
         self.packet(s, id, from, bytes, NetEvent::Segment { id, from, number, ack });
     }
 
@@ -175,6 +175,7 @@ impl Network {
         let connection = &mut self.connections[id];
         let local = connection.local;
         let (sender, receiver) = connection.both(from);
+        receiver.socket.note_time_stamp(number, ack.sent_at);
         receiver.segments_in += 1;
         receiver.last_segment = s.now();
         // A segment with data acknowledges, too.
@@ -201,7 +202,7 @@ impl Network {
         }
         let bytes = receiver.unread_bytes - unread;
         if local {
-            sender.acknowledged(receiver.next, s.now());
+            sender.acknowledged(receiver.next, None, s.now());
             sender.last_segment = s.now();
             sender.window = receiver.advertise();
             self.wake_reader(id, from.other());
@@ -264,7 +265,7 @@ impl Network {
     pub(super) fn send_ack(&mut self, s: &mut Clock, id: ConnectionId, from: Side) {
         let end = self.connections[id].end(from);
         end.segments_out += 1;
-        let (to, ack) = (from.other(), end.acknowledge());
+        let (to, ack) = (from.other(), end.acknowledge(s.now()));
         self.packet(s, id, from, 40, NetEvent::Ack { id, to, ack });
     }
 
@@ -285,10 +286,10 @@ impl Network {
 
     /// A packet has arrived that says what the peer has received.
     fn acknowledged(&mut self, s: &mut Clock, id: ConnectionId, to: Side, ack: Acknowledgement) {
-        let Acknowledgement { next, gap, window } = ack;
+        let Acknowledgement { next, gap, window, echo, .. } = ack;
         let end = self.connections[id].end(to);
         end.window = window;
-        let is_new = end.acknowledged(next, s.now());
+        let is_new = end.acknowledged(next, echo, s.now());
         // Probes of a closed window go on.
         let is_idle = !end.has_pending() || end.may_send();
         if is_new || end.in_flight.is_empty() && is_idle {
@@ -317,8 +318,15 @@ impl Network {
 
 impl End {
     /// What a packet says that is sent now. A delayed acknowledgement goes with it.
-    fn acknowledge(&mut self) -> Acknowledgement {
+    fn acknowledge(&mut self, now: Instant) -> Acknowledgement {
         (self.socket.ack_at, self.socket.unacknowledged) = (None, 0);
-        Acknowledgement { next: self.next, gap: !self.early.is_empty(), window: self.advertise() }
+        self.socket.acknowledged = self.next;
+        Acknowledgement {
+            next: self.next,
+            gap: !self.early.is_empty(),
+            window: self.advertise(),
+            sent_at: now,
+            echo: self.socket.time_stamp,
+        }
     }
 }

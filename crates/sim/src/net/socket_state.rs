@@ -98,6 +98,10 @@ pub(super) struct SocketState {
     pub(super) ack_at: Option<Instant>,
     /// Bytes since the last acknowledgement.
     pub(super) unacknowledged: u32,
+    /// The last acknowledgement that was sent.
+    pub(super) acknowledged: u64,
+    /// The time stamp of the peer that is answered.
+    pub(super) time_stamp: Option<Instant>,
     pub(super) round_trip: RoundTrip,
     /// When the first segment was sent that has no answer, once its timeout has passed.
     pub(super) stalled_since: Option<Instant>,
@@ -112,6 +116,14 @@ pub(super) struct SocketState {
 }
 
 impl SocketState {
+    /// Takes in the time stamp of a segment with this number. A segment behind a lost one is not answered (RFC 7323, section
+    /// 4.3).
+    pub(super) fn note_time_stamp(&mut self, number: u64, sent_at: Instant) {
+        if number <= self.acknowledged {
+            self.time_stamp = self.time_stamp.max(Some(sent_at));
+        }
+    }
+
     pub(super) fn wake(&mut self, wakers: &mut Vec<Waker>) {
         wakers.extend(self.reader.take());
         wakers.extend(self.writer.take());
@@ -142,6 +154,8 @@ impl Default for SocketState {
             is_interactive: false,
             ack_at: None,
             unacknowledged: 0,
+            acknowledged: 0,
+            time_stamp: None,
             round_trip: RoundTrip::none(),
             stalled_since: None,
             tail_probe_sent: false,

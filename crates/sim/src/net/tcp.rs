@@ -58,6 +58,9 @@ pub struct Acknowledgement {
     pub(super) gap: bool,
     /// Bytes that it takes.
     pub(super) window: u32,
+    /// When the packet was sent, and which such time of the peer it answers (RFC 7323, section 4.3).
+    pub(super) sent_at: Instant,
+    pub(super) echo: Option<Instant>,
 }
 
 /// What a segment contains. The receiver takes it, so that later copies of the segment are empty.
@@ -220,8 +223,9 @@ impl End {
         self.unsent.pop_front()
     }
 
-    /// Removes what the peer has received before the segment `next`. Returns whether that is new.
-    pub(super) fn acknowledged(&mut self, next: u64, now: Instant) -> bool {
+    /// Removes what the peer has received before the segment `next`, and whose answer has the time stamp `echo`. Returns whether
+    /// that is new.
+    pub(super) fn acknowledged(&mut self, next: u64, echo: Option<Instant>, now: Instant) -> bool {
         let before = self.first;
         let (mut sample, mut has_repeated) = (None, false);
         while self.first < next
@@ -233,8 +237,12 @@ impl End {
             has_repeated |= segment.repeated;
             sample = segment.sent_at;
         }
-        // The time of a repeated segment is ambiguous (RFC 6298, section 3), and those behind it waited for it.
-        if !has_repeated && let Some(sent_at) = sample {
+        // The time of a repeated segment is ambiguous (RFC 6298, section 3), and those behind it waited for it. The time
+        // stamp is that of the first copy that has arrived.
+        if has_repeated {
+            sample = echo.filter(|_| self.first > before);
+        }
+        if let Some(sent_at) = sample {
             self.add_round_trip(now.saturating_duration_since(sent_at));
         }
         self.first > before

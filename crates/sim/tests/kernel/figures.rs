@@ -98,7 +98,7 @@ impl Figures {
     }
 
     /// Fields of `TCP_INFO` at several moments.
-    pub fn infos(&mut self, infos: &[TcpInfo], fields: &[Field]) {
+    pub fn infos<'a>(&mut self, infos: &[TcpInfo], fields: impl IntoIterator<Item = &'a Field>) {
         for field in fields {
             let values = infos.iter().map(field.value).collect();
             self.numbers(field.name, values, field.tolerance);

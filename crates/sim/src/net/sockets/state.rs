@@ -114,8 +114,8 @@ impl State {
 
     fn handle(&mut self, event: NetEvent) {
         match event {
-            NetEvent::Syn { id } if !self.net.connections.contains(id) => return,
-            NetEvent::Syn { id } if !self.syn_arrives(id) => return,
+            NetEvent::Syn { id, .. } if !self.net.connections.contains(id) => return,
+            NetEvent::Syn { id, .. } if !self.syn_arrives(id) => return,
             NetEvent::Established { id }
             | NetEvent::Segment { id, from: Side::Client, .. }
             | NetEvent::Probe { id, from: Side::Client }

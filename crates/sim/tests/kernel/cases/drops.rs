@@ -16,6 +16,9 @@ const BYTES: usize = 1_000;
 /// When `TCP_INFO` of the sender is read. The moments lie between the timeouts of both kinds of streams.
 const MOMENTS: [u64; 7] = [100, 320, 530, 950, 1_150, 2_500, 3_800];
 
+/// What [`later`] compares.
+const ROUND_TRIPS: [&str; 4] = ["rtt", "rtt deviation", "shortest rtt", "bytes acked"];
+
 /// A fault.
 #[derive(Clone, Copy)]
 pub struct Drop {
@@ -49,6 +52,23 @@ pub async fn tail(rig: &Rig, figures: &mut Figures) {
     let info = client.tcp_info().unwrap();
     figures.count("retransmits", info.retransmits.into(), Tolerance::NONE);
     figures.count("retransmitted", info.retransmitted.into(), Tolerance::NONE);
+}
+
+/// Nothing is dropped, but round trips become longer than the retransmission timeout, so that each segment is sent twice.
+/// Time stamps show how long they take.
+pub async fn later(rig: &Rig, figures: &mut Figures) {
+    let (mut client, mut server) = rig.pair().await;
+    exchange(&mut client, &mut server, 10).await;
+    pause(ms(200)).await;
+    let mut infos: Vec<TcpInfo> = Vec::new();
+    for latency in [300, 600, 900] {
+        rig.change_links(|link| link.latency = ms(latency));
+        exchange(&mut client, &mut server, 1).await;
+        // The copies arrive.
+        pause(ms(2_000)).await;
+        infos.push(client.tcp_info().unwrap());
+    }
+    figures.infos(&infos, FIELDS.iter().filter(|field| ROUND_TRIPS.contains(&field.name)));
 }
 
 /// `TCP_INFO` of the sender meanwhile, and when the bytes arrive.

@@ -25,7 +25,7 @@ const CLIENT: &[Side] = &[Side::Client];
 const SERVER: &[Side] = &[Side::Server];
 
 /// The name of each case, and its code.
-pub const CASES: [(&str, Case); 25] = [
+pub const CASES: [(&str, Case); 26] = [
     ("connect, no answer", |rig, f| Box::pin(connect::no_answer(rig, f))),
     ("connect, no answer for 1.5 s", |rig, f| Box::pin(connect::late(rig, f, BOTH))),
     ("connect, answers lost for 1.5 s", |rig, f| Box::pin(connect::late(rig, f, SERVER))),
@@ -53,6 +53,7 @@ pub const CASES: [(&str, Case); 25] = [
         Box::pin(drops::data(rig, f, Drop { sender: Side::Server, of: CLIENT, until: ms(4_100) }))
     }),
     ("two packets lost", |rig, f| Box::pin(drops::tail(rig, f))),
+    ("later and later", |rig, f| Box::pin(drops::later(rig, f))),
     ("keepalive of the client", |rig, f| Box::pin(keepalive::of_client(rig, f))),
     ("keepalive of the server", |rig, f| Box::pin(keepalive::of_server(rig, f))),
     ("forgotten flow", |rig, f| Box::pin(ends::forgotten(rig, f))),

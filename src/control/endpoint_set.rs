@@ -92,7 +92,7 @@ fn replace_members(
         }
         let metrics = upstream.metrics.endpoint(&upstream.name, &label(&spec.address, backend));
         let at = (&spec.address, backend.cloned());
-        match Endpoint::of_backend(&upstream.name, at, Some(name), metrics) {
+        match Endpoint::of_backend(&upstream.name, at, Some(name), metrics, &upstream.line) {
             Ok(new) if after.iter().any(|other| key(other) == key(&new)) => {}
             Ok(new) => {
                 new.set_fallback(is_fallback);

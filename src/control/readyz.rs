@@ -126,6 +126,10 @@ async fn probe_repeatedly(
         let config = &config.health.readyz;
         if probe_now(upstream, endpoint, &current, config, (&mut prober, &mut version)).await {
             wait_for_next((upstream, endpoint), &current, config, &mut prober).await;
+            if upstream.examines(endpoint) {
+                // The examination opens another one, and its verdict needs what arrives late on this one.
+                current.while_suspect().await;
+            }
             answers.used(&current);
             connection = Some(current);
         } else {
@@ -256,7 +260,7 @@ async fn probe_once(
         // Both may be due after this process was suspended; then the response counts.
         biased;
         result = &mut response => result,
-        () = sleep(config.timeout / 2) => {
+        () = sleep(config.timeout / 2 + endpoint.line_delay(clock::now())) => {
             request_probes_of_others(upstream, endpoint);
             response.await
         }

@@ -6,6 +6,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use jackstay_core::line_pacing::BoundsChange;
 use metrics::{Counter, Gauge, Histogram};
 
 use super::events::Events;
@@ -28,6 +29,7 @@ pub struct EndpointMetrics {
     flows: Gauge,
     kubernetes_minor: Gauge,
     ping_limit: Gauge,
+    line_delay: Gauge,
 }
 
 impl EndpointMetrics {
@@ -61,6 +63,7 @@ impl EndpointMetrics {
             flows: registry.gauge(&names::PASSTHROUGH_FLOWS, &[upstream, endpoint]),
             kubernetes_minor: registry.gauge(&names::KUBERNETES_MINOR, &[upstream, endpoint]),
             ping_limit: registry.gauge(&names::PING_LIMIT, &[upstream, endpoint]),
+            line_delay: registry.gauge(&names::LINE_DELAY, &[upstream, endpoint]),
         }
     }
 
@@ -102,6 +105,11 @@ impl EndpointMetrics {
         self.ping_limit.set(interval.as_secs_f64());
     }
 
+    /// Deadlines are longer by `delay`, because the queue of a slow line is long.
+    pub fn line_delay(&self, delay: Duration) {
+        self.line_delay.set(delay.as_secs_f64());
+    }
+
     /// Records the round trip of a PING.
     pub fn rtt(&self, round_trip: Duration) {
         self.rtt.record(round_trip.as_secs_f64());
@@ -126,6 +134,13 @@ impl EndpointMetrics {
     /// Counts a change of the window of the streams of a connection.
     pub fn window_changed(&self, grown: bool) {
         self.count(&names::WINDOW_CHANGES, if grown { "grown" } else { "shrunk" });
+    }
+
+    /// Counts the directions of a connection that are bounded and were not before.
+    pub fn paced(&self, change: BoundsChange) {
+        for direction in change.begun() {
+            self.count(&names::PACED, direction);
+        }
     }
 
     /// Copies the response counts into the registry, before a scrape.

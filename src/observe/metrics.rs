@@ -373,6 +373,7 @@ fn sort_families(text: &str) -> String {
 mod tests {
     use super::super::assert_line;
     use jackstay_core::admission::Refusal;
+    use jackstay_core::line_pacing::{BoundsChange, QueueBounds};
 
     use super::*;
     use std::collections::BTreeSet;
@@ -397,6 +398,8 @@ mod tests {
         endpoint.dialled("ok");
         endpoint.closed_for_frames("headers");
         endpoint.window_changed(true);
+        let bounds = QueueBounds { send: Some(1), receive: None };
+        endpoint.paced(BoundsChange { before: QueueBounds::default(), bounds });
         endpoint.answered(200);
         endpoint.rtt(std::time::Duration::from_micros(300));
         endpoint.flow_opened();

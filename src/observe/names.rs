@@ -162,12 +162,16 @@ table! {
         "Connections to the endpoint closed with ENHANCE_YOUR_CALM because it sent too many frames of a kind: headers (interim responses), ping, settings, window_update, rst_stream, empty_data, empty_headers, other; or interim_responses on a connection of HTTP/1.1.";
     WINDOW_CHANGES = Counter "jackstay_upstream_window_changes_total" ["upstream", "endpoint", "change"] "changes",
         "Changes of the receive windows of connections to the endpoint, which follow the line: grown, shrunk.";
+    PACED = Counter "jackstay_upstream_paced_transfers_total" ["upstream", "endpoint", "direction"] "transfers",
+        "Transfers whose bytes in flight were bounded because they made the queue of a slow line long, by direction: send (to the endpoint), receive.";
     ANSWERS = Counter "jackstay_endpoint_answers_total" ["upstream", "endpoint", "outcome"] "answers",
         "Responses of the endpoint: ok, or error for status 500 and above.";
     KUBERNETES_MINOR = Gauge "jackstay_endpoint_kubernetes_minor" ["upstream", "endpoint"] "versions",
         "Minor version of Kubernetes that the endpoint reports at /version, such as 36; 0 while it is unknown.";
     PING_LIMIT = Gauge "jackstay_endpoint_ping_limit_seconds" ["upstream", "endpoint"] "seconds",
         "Interval of PINGs to the endpoint after it has closed connections because of them (GOAWAY too_many_pings); 0 while it accepts health.ping_interval.";
+    LINE_DELAY = Gauge "jackstay_endpoint_line_delay_seconds" ["upstream", "endpoint"] "seconds",
+        "By how much the deadlines of PINGs, flows, probes and handshakes are longer, because round trips show that the queue of a slow line is long; else 0.";
     CANARY_WITHDRAWN = Gauge "jackstay_canary_withdrawn" ["upstream"] "bool",
         "1 while the canary share of requests is withdrawn from the newest version because of its errors, else 0.";
     PASSTHROUGH_CONNECTIONS = Gauge "jackstay_passthrough_connections" ["listener"] "connections",

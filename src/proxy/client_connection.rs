@@ -15,7 +15,7 @@ use std::rc::Rc;
 
 use http::request::Parts;
 use http::uri::{Authority, Scheme};
-use http::{HeaderValue, Request, Response, StatusCode, Uri, Version, header};
+use http::{HeaderName, HeaderValue, Request, Response, StatusCode, Uri, Version, header};
 use hyper::body::Incoming;
 use jackstay_config::api_root::default_authority;
 use jackstay_core::admission::Refusal;
@@ -53,6 +53,10 @@ use crate::observe::Outcome;
 use crate::upstream::Upstream;
 use crate::upstream::credentials::CredentialClass;
 use crate::upstream::version_preference::preferred_versions;
+
+/// The `Priority` of a heartbeat: before all other streams of its connection (RFC 9218, sections 4.1 and 5).
+const PRIORITY: HeaderName = HeaderName::from_static("priority");
+const MOST_URGENT: HeaderValue = HeaderValue::from_static("u=0");
 
 /// A client connection.
 pub struct ClientConnection {
@@ -285,12 +289,17 @@ impl ClientConnection {
         let version = parts.version;
         let versions = preferred_versions(upstream, parts.headers.get(header::USER_AGENT));
         let has_body = !http_body::Body::is_end_stream(&body);
+        let heartbeat = Heartbeat::of(&info, &service.heartbeats);
+        let mut head = upstream_head(parts, watch.as_ref(), upstream)?;
+        if heartbeat.is_some() {
+            head.headers_mut().insert(PRIORITY, MOST_URGENT);
+        }
         let request = ForwardedRequest {
             upstream: Rc::clone(&service.upstream),
             class: service.upstream.pool.class(class),
             proof,
             gzip_for_client: self.wants_gzip(watch.as_ref()),
-            head: upstream_head(parts, watch.as_ref(), upstream)?,
+            head,
             body: has_body.then(|| {
                 RequestBody::new(body, version, self.memory.account(&service.upstream.body_budget))
             }),
@@ -298,7 +307,7 @@ impl ClientConnection {
                 .as_ref()
                 .map(|_| self.memory.account(service.upstream.watches.partial_frames())),
             drain: is_watch.then(|| service.drain.clone()),
-            heartbeat: Heartbeat::of(&info, &service.heartbeats),
+            heartbeat,
             previous_failure: None,
             group: GroupRequest::of(&info),
             info,

@@ -53,7 +53,7 @@ use super::watch::body::{ResumeContext, WatchBody};
 use crate::observe::Outcome;
 use crate::upstream::connection::{Connection, Permit};
 use crate::upstream::pool::{
-    ClassPool, PreviousFailure, StreamRequest, StreamRequirements, Unavailable,
+    ClassPool, Lane, PreviousFailure, StreamRequest, StreamRequirements, Unavailable,
 };
 use crate::upstream::resource_versions::ResourceRecord;
 use crate::upstream::version_preference::PreferredVersions;
@@ -255,6 +255,7 @@ impl ForwardedRequest {
         StreamRequest {
             required: StreamRequirements {
                 long_running: self.info.long_running(),
+                lane: self.lane(),
                 may_be_held: self.info.kind == RequestKind::Watch,
                 ..required
             },
@@ -264,6 +265,11 @@ impl ForwardedRequest {
             client_subject: self.proof.subject(),
             versions: self.versions,
         }
+    }
+
+    fn lane(&self) -> Lane {
+        let is_heartbeat = self.heartbeat.is_some() || Heartbeat::depends_on(&self.info);
+        if is_heartbeat { Lane::Heartbeats } else { Lane::Requests }
     }
 
     /// The response may be that of another request than the first one.

@@ -62,6 +62,13 @@ impl Heartbeat {
         Some(Box::new(Self { object, ..Self::default() }))
     }
 
+    /// Whether a request that is no heartbeat is needed for one: the read or the creation of a lease or a node.
+    pub fn depends_on(info: &RequestInfo) -> bool {
+        matches!(info.verb, Verb::Get | Verb::Create)
+            && (info.is_about("coordination.k8s.io", "leases", "")
+                || info.is_about("", "nodes", ""))
+    }
+
     /// Its repetition, whose outcome is settled with it.
     pub fn again(&self) -> Self {
         Self { last: Rc::clone(&self.last), ..Self::default() }

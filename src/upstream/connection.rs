@@ -227,6 +227,13 @@ impl Connection {
         }
     }
 
+    /// Waits until it is not suspect.
+    pub async fn while_suspect(&self) {
+        while self.state() == ConnectionState::Suspect {
+            self.changed().await;
+        }
+    }
+
     /// Waits for the next change of its state.
     pub async fn changed(&self) {
         self.changed.notified().await;
@@ -338,6 +345,11 @@ impl Connection {
         );
         self.class.set(CredentialClass::Token);
         self.stats.hand_over();
+    }
+
+    /// It serves the heartbeats of its class, and nothing else.
+    pub(super) fn serve_heartbeats(&self) {
+        self.stats.serve_heartbeats();
     }
 
     /// When the last open stream ended; `None` while a stream is open.

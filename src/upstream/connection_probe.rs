@@ -30,7 +30,7 @@ use super::backends::{QuestionCredential, question_credential};
 use super::connection::{Connection, DrainReason};
 use super::credentials::ClientTls;
 use super::endpoint::ProbeSignals;
-use super::readyz_question::{ReadyzResult, ask};
+use super::readyz_question::{OnSuspicion, ReadyzResult, ask};
 use super::shared::Upstream;
 
 /// How long the answer of another connection is waited for. All are probed when one fails.
@@ -130,12 +130,12 @@ async fn probe(
     let config: &Readyz = &config.health.readyz;
     let token: Option<HeaderValue> =
         question_credential(upstream, connection.class(), tls).token().flatten();
-    let mut response = pin!(ask(connection, config, token, with_livez));
+    let mut response = pin!(ask(connection, config, token, with_livez, OnSuspicion::GiveUp));
     let (_, result) = tokio::select! {
         // Both may be due after this process was suspended; then the response counts.
         biased;
         answer = &mut response => answer,
-        () = sleep(config.timeout / 2) => {
+        () = sleep(config.timeout / 2 + connection.endpoint.line_delay(clock::now())) => {
             warn(upstream, connection, signals);
             response.await
         }

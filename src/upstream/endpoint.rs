@@ -16,6 +16,7 @@
 
 mod connections;
 mod flow_evidence;
+mod line;
 mod ping_limit;
 mod probe_signals;
 mod process_start;
@@ -23,6 +24,7 @@ mod slow_start;
 mod statistics;
 mod version;
 
+use std::io;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -39,10 +41,12 @@ use jackstay_core::endpoint_health::{EndpointHealth, EndpointTransition};
 pub use jackstay_core::endpoint_health::{EndpointReadiness, Observation};
 pub use jackstay_core::endpoint_state::EndpointState;
 use jackstay_core::kubernetes_version::{MinorVersion, ServerVersion, VersionError};
+use jackstay_core::line_pacing::{LinePacing, QueueBounds};
 use jackstay_core::pool::EndpointKey;
 use jackstay_core::probe::answers::{ProbeAnswers, RefusalMeaning};
 pub use jackstay_core::probe::schedule::ProbeTrigger;
 use jackstay_core::request::start_up::Uptime;
+use jackstay_core::tcp_info::TcpInfo;
 use jackstay_core::watch::shadow::opening::ShadowCount;
 use jackstay_sys::clock;
 use jackstay_sys::sockets::zone;
@@ -52,6 +56,8 @@ use tokio::sync::Notify;
 
 pub use self::connections::{FlowGuard, HandshakeGuard, TunnelledWatchGuard};
 pub use self::flow_evidence::FlowEvidence;
+pub use self::line::HostLine;
+use self::line::Line;
 use self::ping_limit::PingLimit;
 pub use self::probe_signals::ProbeSignals;
 pub use self::process_start::ProbeCredential;
@@ -115,6 +121,7 @@ pub struct Endpoint {
     pub flow_evidence: FlowEvidence,
     /// The shadows of watches at the endpoint.
     pub shadows: ShadowCount,
+    line: Line,
     fallback: AtomicBool,
     shared: AtomicBool,
     /// Notified when a connection is opened or closed.
@@ -153,10 +160,10 @@ impl Endpoint {
         server_name: Option<&str>,
         metrics: Arc<EndpointMetrics>,
     ) -> Result<Arc<Self>, InvalidServerName> {
-        Self::of_backend(upstream, (address, None), server_name, metrics)
+        Self::of_backend(upstream, (address, None), server_name, metrics, &Arc::default())
     }
 
-    /// [`Self::new`] for one of the apiservers behind the address.
+    /// [`Self::new`] for one of the apiservers behind the address. The endpoints of an upstream share `line`.
     ///
     /// # Errors
     /// The name is neither a DNS name nor an IP address.
@@ -165,14 +172,16 @@ impl Endpoint {
         (address, backend): (&EndpointAddress, Option<Backend>),
         server_name: Option<&str>,
         metrics: Arc<EndpointMetrics>,
+        line: &Arc<HostLine>,
     ) -> Result<Arc<Self>, InvalidServerName> {
         let name = server_name.unwrap_or(&address.host);
         let server_name = ServerName::try_from(name.to_owned())
             .map_err(|_| InvalidServerName(name.to_owned()))?;
+        let key = EndpointKey(NEXT_KEY.fetch_add(1, Ordering::Relaxed));
         let mut gauge = metrics.state_gauge();
         gauge.set(EndpointState::Connecting.as_str());
         Ok(Arc::new(Self {
-            key: EndpointKey(NEXT_KEY.fetch_add(1, Ordering::Relaxed)),
+            key,
             upstream: Arc::clone(upstream),
             address: address.clone(),
             label: label(address, backend.as_ref()).into(),
@@ -203,6 +212,7 @@ impl Endpoint {
             probe: ProbeSignals::default(),
             flow_evidence: FlowEvidence::new(clock::now()),
             shadows: ShadowCount::new(),
+            line: Line::new(key, line),
             fallback: AtomicBool::new(false),
             shared: AtomicBool::new(false),
             connections_changed: Notify::new(),
@@ -373,6 +383,7 @@ impl Endpoint {
     pub fn remove(&self) {
         self.observe(Observation::Removed);
         self.metrics.kubernetes_minor(0);
+        self.metrics.line_delay(Duration::ZERO);
         self.ended.notify_waiters();
     }
 
@@ -499,6 +510,7 @@ impl Endpoint {
             version_error,
             capabilities: self.process.load().status(),
             ping_limit_s: self.ping_limit().map(|interval| interval.as_secs_f64()),
+            line_delay_s: self.line.shown_delay().map(|delay| delay.as_secs_f64()),
             rtt: self.metrics.history().quantiles(),
             streams: connections.iter().map(|connection| connection.streams).sum(),
             watches: connections.iter().map(|connection| connection.watches).sum(),
@@ -520,6 +532,22 @@ impl Endpoint {
             flows: self.flows(),
             tunnelled_watches: self.tunnelled_watches(),
         }
+    }
+
+    /// Looks at a connection to the endpoint, whose line may be slow. If its bounds have changed, they are set with `bound`.
+    pub fn pace(
+        &self,
+        pacing: &mut LinePacing,
+        info: &TcpInfo,
+        now: Instant,
+        bound: impl FnOnce(QueueBounds) -> io::Result<()>,
+    ) {
+        self.line.pace(pacing, info, &self.metrics, now, bound);
+    }
+
+    /// By how much answers may be late, because a line has a long queue ([`jackstay_core::line_delay`]).
+    pub fn line_delay(&self, now: Instant) -> Duration {
+        self.line.delay((&self.upstream, &self.label), &self.metrics, now)
     }
 
     fn guarded(&self) -> MutexGuard<'_, Guarded> {

@@ -215,6 +215,7 @@ impl Http1Connection {
         let too_many_interim = limit_interim_responses(&mut request);
         let flow = FlowHealthCheck {
             observer: self.observer,
+            endpoint: Arc::clone(&self.endpoint),
             is_tunnel: Rc::default(),
             tunnel_dead_after: self.tunnel_dead_after,
         };

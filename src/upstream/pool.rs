@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 use jackstay_core::connection::ConnectionState;
 pub(super) use jackstay_core::pool::UNAVAILABLE_AFTER;
 use jackstay_core::pool::{ClassEffect, EndpointRow, PoolState, Purpose, Surroundings};
-pub use jackstay_core::pool::{PreviousFailure, StreamRequirements, WarmClasses};
+pub use jackstay_core::pool::{Lane, PreviousFailure, StreamRequirements, WarmClasses};
 use jackstay_sys::clock;
 use tokio::sync::Notify;
 use tokio::time::sleep_until;
@@ -45,7 +45,7 @@ const EVENT_INTERVAL: Duration = Duration::from_millis(20);
 /// The pool of one worker for one upstream. It stays on the thread of the worker.
 pub struct Pool {
     upstream: Arc<Upstream>,
-    classes: RefCell<BTreeMap<CredentialClass, Rc<ClassPool>>>,
+    classes: RefCell<BTreeMap<(CredentialClass, Lane), Rc<ClassPool>>>,
     /// Notifies the pool's task of changes of connections, of free streams and of waiting requests.
     changed: Rc<Notify>,
     /// Decides what concerns all classes.
@@ -102,10 +102,13 @@ impl Pool {
 
     /// The connections of a class.
     pub fn class(&self, class: CredentialClass) -> Rc<ClassPool> {
+        self.lane(class, Lane::Requests)
+    }
+
+    fn lane(&self, class: CredentialClass, lane: Lane) -> Rc<ClassPool> {
         let mut classes = self.classes.borrow_mut();
-        Rc::clone(
-            classes.entry(class).or_insert_with(|| Rc::new(ClassPool::new(class, clock::now()))),
-        )
+        let entry = classes.entry((class, lane));
+        Rc::clone(entry.or_insert_with(|| Rc::new(ClassPool::new(class, lane, clock::now()))))
     }
 
     /// A watch of the resource has shown an event on `source`. Other connections whose endpoint serves watches of the
@@ -269,9 +272,14 @@ impl Pool {
         now: Instant,
     ) {
         class.connections.borrow_mut().retain(|c| c.state() != ConnectionState::Dead);
-        class.ask_others(now);
-        self.hand_over(class, now);
         let name = class.credential_class();
+        if class.take_question() {
+            // A request may be sent again on those of the other lane.
+            let classes = self.classes.borrow();
+            let of_class = classes.iter().filter(|((one, _), _)| *one == name);
+            of_class.for_each(|(_, class)| class.ask(now));
+        }
+        self.hand_over(class, now);
         let tls = self.upstream.credentials.tls(name);
         if tls.is_some() {
             let (connections, config) = (class.connections.borrow(), self.upstream.config());
@@ -283,8 +291,8 @@ impl Pool {
             endpoints: endpoint_rows,
             limits: connection_limits(&self.upstream),
             generation: tls.as_ref().map(|tls| tls.generation),
-            is_warm: state.is_warm(name),
-            fanout: state.fanout(name),
+            is_warm: state.is_warm(name, class.lane()),
+            fanout: state.fanout(name, class.lane()),
             is_retired: state.is_retired(),
             now,
         };
@@ -352,7 +360,7 @@ impl Pool {
             ClassEffect::Retire => {
                 // The map and the caller hold two references. Requests and connects in progress hold others.
                 if Rc::strong_count(class) <= 2 {
-                    self.classes.borrow_mut().remove(&class.credential_class());
+                    self.classes.borrow_mut().remove(&(class.credential_class(), class.lane()));
                 }
             }
         }
@@ -404,6 +412,9 @@ impl Pool {
                         &pool.upstream.memory,
                         Rc::clone(&pool.changed),
                     );
+                    if class.lane() == Lane::Heartbeats {
+                        connection.serve_heartbeats();
+                    }
                     pool.admit(&class, connection, &tls).await;
                 }
                 Err(failure) => {

@@ -1,5 +1,6 @@
 //! Questions whether an apiserver is ready, and what the answers mean.
 
+use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,7 +10,8 @@ use jackstay_config::Readyz;
 use jackstay_config::api_root::ApiRoot;
 use jackstay_core::request::start_up::is_refusal;
 use jackstay_net::readyz::{failed_checks, not_served};
-use tokio::time::timeout;
+use jackstay_sys::clock;
+use tokio::time::timeout_at;
 
 use super::connection::{Connection, ConnectionState};
 use super::question::fetch;
@@ -33,6 +35,15 @@ pub enum ReadyzResult {
     ConnectionLost,
 }
 
+/// What becomes of a question whose connection is suspect when its time is over.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum OnSuspicion {
+    /// The connection counts as lost.
+    GiveUp,
+    /// The question waits: a verdict on the connection follows, and a new one is opened meanwhile.
+    Wait,
+}
+
 /// Asks on `connection` whether its apiserver is ready, with `token` if there is one. Returns the status code, if there is a
 /// response, and its meaning. With `with_livez` the apiserver must also answer [`LIVEZ`].
 pub async fn ask(
@@ -40,13 +51,15 @@ pub async fn ask(
     config: &Readyz,
     token: Option<HeaderValue>,
     with_livez: bool,
+    on_suspicion: OnSuspicion,
 ) -> (Option<u16>, ReadyzResult) {
+    let limit = (config.timeout, on_suspicion);
     if !with_livez || config.path == LIVEZ {
-        return ask_path(connection, &config.path, config.timeout, token).await;
+        return ask_path(connection, &config.path, limit, token).await;
     }
     let (ready, live) = tokio::join!(
-        ask_path(connection, &config.path, config.timeout, token.clone()),
-        ask_path(connection, LIVEZ, config.timeout, token)
+        ask_path(connection, &config.path, limit, token.clone()),
+        ask_path(connection, LIVEZ, limit, token)
     );
     match live {
         // Kubernetes before 1.16 has no such path.
@@ -60,18 +73,32 @@ pub async fn ask(
 async fn ask_path(
     connection: &Rc<Connection>,
     path: &str,
-    limit: Duration,
+    (limit, on_suspicion): (Duration, OnSuspicion),
     token: Option<HeaderValue>,
 ) -> (Option<u16>, ReadyzResult) {
-    match timeout(limit, exchange(connection, path, token)).await {
-        Ok(Ok((status, result))) => (Some(status.as_u16()), result),
-        // Without a response in time the apiserver is not ready, if the connection is live. Otherwise
-        // the connection is lost.
-        Err(_) if connection.state() == ConnectionState::Live => {
-            let why = format!("{path} not answered within {} ms", limit.as_millis());
-            (None, ReadyzResult::NotReady(why))
+    let limit = || limit + connection.endpoint.line_delay(clock::now());
+    let mut response = pin!(exchange(connection, path, token));
+    let mut deadline = clock::now() + limit();
+    let asked = clock::now();
+    loop {
+        match timeout_at(deadline.into(), &mut response).await {
+            Ok(Ok((status, result))) => return (Some(status.as_u16()), result),
+            Ok(Err(_)) => return (None, ReadyzResult::ConnectionLost),
+            Err(_) => {}
         }
-        Ok(Err(_)) | Err(_) => (None, ReadyzResult::ConnectionLost),
+        let (limit, state) = (limit(), connection.state());
+        if deadline < asked + limit {
+            // The queue of the line has become longer.
+            deadline = asked + limit;
+        } else if state == ConnectionState::Suspect && on_suspicion == OnSuspicion::Wait {
+            deadline = clock::now() + limit;
+        } else if state == ConnectionState::Live {
+            // Without a response in time the apiserver is not ready. On other connections, the connection is lost.
+            let why = format!("{path} not answered within {} ms", limit.as_millis());
+            return (None, ReadyzResult::NotReady(why));
+        } else {
+            return (None, ReadyzResult::ConnectionLost);
+        }
     }
 }
 

@@ -21,7 +21,7 @@ use super::canary::Canary;
 use super::capabilities::CapabilityDemand;
 use super::compression::Compression;
 use super::credentials::{CredentialClass, Credentials};
-use super::endpoint::{Endpoint, EndpointState};
+use super::endpoint::{Endpoint, EndpointState, HostLine};
 use super::endpoint_sources::Sources;
 use super::group_failures::GroupFailures;
 use super::resource_versions::ResourceVersions;
@@ -65,6 +65,8 @@ pub struct Upstream {
     pub backends: AddressBackends,
     /// The API groups that fail at some of its endpoints.
     pub group_failures: Arc<GroupFailures>,
+    /// The line of this host, which its endpoints have in common.
+    pub line: Arc<HostLine>,
     /// Whether watches ask for gzip.
     pub compression: Compression,
     /// Which capabilities of apiservers are read.
@@ -121,6 +123,7 @@ impl Upstream {
             unordered_groups: UnorderedGroups::default(),
             backends: AddressBackends::default(),
             group_failures: Arc::default(),
+            line: Arc::default(),
             compression: Compression::default(),
             capabilities: CapabilityDemand::default(),
             connector: ArcSwap::default(),
@@ -230,6 +233,13 @@ impl Upstream {
     /// Whether any endpoint is usable.
     pub fn is_usable(&self) -> bool {
         self.endpoints().iter().any(|endpoint| endpoint.is_usable())
+    }
+
+    /// Whether the apiserver behind a suspect connection of the prober is examined, for the flows to the endpoint.
+    pub fn examines(&self, endpoint: &Endpoint) -> bool {
+        // Flows may outlast the last listener that passes connections through.
+        let has_flows = endpoint.flows() > 0 || endpoint.tunnelled_watches() > 0;
+        self.config().used_by.passthrough || has_flows
     }
 
     /// Whether an endpoint serves the clients of this upstream. Of an upstream that only listeners in mode

@@ -38,7 +38,8 @@ mod tests {
     fn endpoint(port: u16, backend: Option<Backend>) -> Arc<Endpoint> {
         let address = EndpointAddress { host: "10.0.0.1".to_owned(), port };
         let metrics = Metrics::new().endpoint("u", &address.to_string());
-        Endpoint::of_backend(&"u".into(), (&address, backend), None, metrics).unwrap()
+        Endpoint::of_backend(&"u".into(), (&address, backend), None, metrics, &Arc::default())
+            .unwrap()
     }
 
     #[test]

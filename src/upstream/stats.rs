@@ -22,6 +22,8 @@ pub struct ConnectionStats {
     opened_for: CredentialClass,
     /// Whether it was handed over to the class of proven tokens.
     handed_over: AtomicBool,
+    /// Whether it serves heartbeats only.
+    for_heartbeats: AtomicBool,
     /// Serial number of the client certificate, as hex.
     pub serial: Option<String>,
     /// The local address, which identifies the connection in `ss` and in packet captures.
@@ -46,6 +48,7 @@ impl ConnectionStats {
         Arc::new(Self {
             opened_for: class,
             handed_over: AtomicBool::new(false),
+            for_heartbeats: AtomicBool::new(false),
             serial,
             local,
             opened: now,
@@ -60,6 +63,11 @@ impl ConnectionStats {
     /// The connection serves the requests with proven tokens from now on.
     pub fn hand_over(&self) {
         self.handed_over.store(true, Ordering::Relaxed);
+    }
+
+    /// The connection serves heartbeats only.
+    pub fn serve_heartbeats(&self) {
+        self.for_heartbeats.store(true, Ordering::Relaxed);
     }
 
     /// Copies the present figures.
@@ -94,6 +102,7 @@ impl ConnectionStats {
         };
         ConnectionStatus {
             class,
+            for_heartbeats: self.for_heartbeats.load(Ordering::Relaxed),
             state: ConnectionState::ALL[usize::from(self.state.load(Ordering::Relaxed))].as_str(),
             local: self.local.map(|address| address.to_string()),
             age_s: clock::elapsed(self.opened).as_secs(),
@@ -139,6 +148,9 @@ pub struct EndpointStatus {
     /// Seconds between two PINGs, if the endpoint has closed connections because of them.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ping_limit_s: Option<f64>,
+    /// By how many seconds deadlines are longer, because the queue of a slow line is long.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub line_delay_s: Option<f64>,
     /// The latest PING round trips on all connections, at most [`crate::observe::history::SAMPLES`].
     pub rtt: Option<RttQuantiles>,
     pub streams: usize,
@@ -167,6 +179,8 @@ pub struct Ejection {
 #[derive(Debug, Clone, Serialize)]
 pub struct ConnectionStatus {
     pub class: String,
+    /// Whether it serves the heartbeats of the class, and nothing else.
+    pub for_heartbeats: bool,
     pub state: &'static str,
     pub local: Option<String>,
     pub age_s: u64,

@@ -98,6 +98,15 @@ impl Rig {
         members.try_into().unwrap_or_else(|members| panic!("{members:?} {endpoints:?}"))
     }
 
+    /// The number of the server that gets this write.
+    async fn server_of(&self, target: &str, body: &Value) -> usize {
+        let path = format!("{target}?probe={}", fastrand::u64(..));
+        assert_eq!(self.client.put(&path, body).await.unwrap().status, 200);
+        let records = self.cluster.state.audit().records();
+        let record = records.iter().find(|record| record.path == path).unwrap();
+        self.cluster.servers.iter().position(|server| server.name() == record.server).unwrap()
+    }
+
     /// Sends lists, and returns how many each server got. None fails.
     async fn spread(&self, requests: usize) -> Vec<usize> {
         let path = format!("{CONFIGMAPS}?probe={}", fastrand::u64(..));
@@ -511,6 +520,8 @@ async fn attempt_after_a_failure_prefers_another_backend() {
         ),
         ("heartbeat", shuts_down, format!("{LEASES}/n")),
     ] {
+        // Heartbeats have a connection of their own, to one of them.
+        let sick = if what == "heartbeat" { rig.server_of(&target, &lease).await } else { sick };
         let at_sick = Arc::<Mutex<HashMap<String, usize>>>::default();
         let counted = Arc::clone(&at_sick);
         let hook: RequestHook = Arc::new(move |request| {

@@ -232,8 +232,15 @@ async fn priority_of_a_client_does_not_reach_the_shared_connection() {
     let client = proxy.client_over(false).await;
     let exec = "/api/v1/namespaces/default/pods/p/exec";
     assert_eq!(client.request(Method::POST, exec, &upgrade, "").await.unwrap().status, 200);
-    let requests = recorded(&recorder);
-    assert_eq!(requests.len(), 2);
+    let lease = "/apis/coordination.k8s.io/v1/namespaces/default/leases/n";
+    let lowest = [("priority", "u=7")];
+    let client = proxy.client().await;
+    assert_eq!(client.request(Method::PUT, lease, &lowest, "{}").await.unwrap().status, 200);
+    let mut requests = recorded(&recorder);
+    assert_eq!(requests.len(), 3);
+    let heartbeat = requests.pop().unwrap();
+    let priority = heartbeat.fields.iter().filter(|(name, _)| name == "priority");
+    assert_eq!(priority.map(|(_, value)| &**value).collect::<Vec<_>>(), ["u=0"]);
     for request in &requests {
         assert!(request.fields.iter().all(|(name, _)| name != "priority"), "{request:?}");
         assert!(!request.forwarded_for.is_empty(), "{request:?}");

@@ -5,7 +5,7 @@ use crate::scripted_peer::{Action, Reply, setup_with};
 use crate::support::{TestCluster, long_form, pause, soon, until};
 use http::Method;
 use jackstay_apiserver::client::Client;
-use jackstay_apiserver::faulty_relay::Direction;
+use jackstay_apiserver::faulty_relay::{Direction, FaultyRelay};
 use jackstay_config::HeartbeatResource;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -297,6 +297,65 @@ async fn holders(
     holders
 }
 
+/// The endpoint to which the connection for heartbeats leads.
+async fn heartbeat_endpoint(proxy: &crate::support::Proxy) -> Option<String> {
+    let serves_heartbeats =
+        |connection: &Value| connection["for_heartbeats"] == true && connection["state"] == "live";
+    let endpoints = proxy.endpoints().await;
+    let endpoint = endpoints
+        .iter()
+        .find(|endpoint| endpoint["connections"].as_array().unwrap().iter().any(serves_heartbeats));
+    Some(endpoint?["address"].as_str().unwrap().to_owned())
+}
+
+/// The relay in front of the apiserver to which heartbeats are sent.
+async fn relay_of_heartbeats<'a>(
+    proxy: &crate::support::Proxy,
+    relays: &'a [FaultyRelay],
+) -> &'a FaultyRelay {
+    until("heartbeats have a connection", async || heartbeat_endpoint(proxy).await.is_some()).await;
+    let address = heartbeat_endpoint(proxy).await.unwrap();
+    relays.iter().find(|relay| relay.addr.to_string() == address).unwrap()
+}
+
+/// All streams of all other requests are taken by uploads that do not go on.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn heartbeats_do_not_wait_for_the_streams_of_others() {
+    const STREAMS: usize = 4;
+    let cluster = TestCluster::new(1);
+    let proxy = cluster
+        .start_with(|config| {
+            let connections = &mut config.upstreams[0].connections;
+            (connections.min, connections.max, connections.max_streams) = (1, 1, STREAMS);
+        })
+        .await;
+    let mut holders = holders(&cluster, &proxy, 3).await;
+    until("heartbeats have a connection", async || heartbeat_endpoint(&proxy).await.is_some())
+        .await;
+    let mut uploads = Vec::new();
+    for _ in 0..STREAMS {
+        let mut wire = proxy.wire(&cluster.certs, "http/1.1").await;
+        let head = "POST /api/v1/namespaces/default/configmaps HTTP/1.1\r\nHost: a\r\n\
+                    Content-Type: application/json\r\nContent-Length: 1000\r\n\r\n{";
+        wire.write_all(head.as_bytes()).await.unwrap();
+        uploads.push(wire);
+    }
+    let taken = async || {
+        let connections = proxy.live_connections("identity").await;
+        let others = connections.iter().find(|one| one["for_heartbeats"] == false).unwrap();
+        others["streams"] == STREAMS
+    };
+    until("all streams are taken", taken).await;
+    let reader = proxy.client().await;
+    let other = soon("a read", reader.get("/api/v1/namespaces/default/pods"));
+    let renewals = futures_util::future::join_all(holders.iter_mut().map(Holder::renew));
+    let (other, codes) = tokio::join!(other, soon("renewals", renewals));
+    assert_eq!(codes, [200; 3]);
+    assert_eq!(other.unwrap().status, 429, "no other request gets the connection for heartbeats");
+    let slowest = holders.iter().map(|holder| holder.slowest).max().unwrap();
+    assert!(slowest < Duration::from_millis(800), "{slowest:?}");
+}
+
 /// The connections to one apiserver fall silent: first only its responses are lost, so that the renewals are carried out,
 /// then the renewals themselves, which arrive when their clients have long been answered.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
@@ -307,8 +366,9 @@ async fn renewals_on_silent_connections_are_answered() {
         let cluster = TestCluster::new(2);
         let (relays, proxy) = cluster.start_behind_relays(|_| {}).await;
         let mut holders = holders(&cluster, &proxy, HOLDERS).await;
+        let relay = relay_of_heartbeats(&proxy, &relays).await;
         let settled = format!("jackstay_settled_writes_total{{outcome=\"{outcome}\"}}");
-        relays[0].silence_all(direction);
+        relay.silence_all(direction);
         let renewals = holders.iter_mut().map(Holder::renew);
         let codes = soon("renewals", futures_util::future::join_all(renewals)).await;
         assert_eq!(codes, [200; HOLDERS], "{direction:?}");
@@ -318,7 +378,7 @@ async fn renewals_on_silent_connections_are_answered() {
         println!("{direction:?}: slowest {slowest:?}, {count} of {HOLDERS} {outcome}");
         assert!(count >= 1.0, "{direction:?}: no renewal was on a silent connection");
         // What was delayed arrives now.
-        relays[0].clear_faults();
+        relay.clear_faults();
         proxy.wait_all("ready").await;
         for holder in &mut holders {
             assert_eq!(holder.renew().await, 200, "{direction:?}");
@@ -333,6 +393,7 @@ async fn renewal_of_a_deleted_lease_creates_nothing() {
     let cluster = TestCluster::new(2);
     let (relays, proxy) = cluster.start_behind_relays(|_| {}).await;
     let mut holders = holders(&cluster, &proxy, 12).await;
+    let relay = relay_of_heartbeats(&proxy, &relays).await;
     let direct = Client::connect(cluster.servers[1].addr, &proxy.credentials).await.unwrap();
     for holder in &holders {
         let target = format!("{LEASES}/{}", holder.name());
@@ -340,7 +401,7 @@ async fn renewal_of_a_deleted_lease_creates_nothing() {
         assert_eq!(reply.status, 200, "{:?}", reply.body);
     }
     // Just before the renewals, while the connections are not suspect yet.
-    relays[0].silence_all(Direction::Both);
+    relay.silence_all(Direction::Both);
     let renewals = holders.iter_mut().map(|holder| async {
         let target = format!("{LEASES}/{}", holder.name());
         holder.lease["spec"]["renewTime"] = RENEWED.into();
@@ -349,7 +410,7 @@ async fn renewal_of_a_deleted_lease_creates_nothing() {
     let codes = soon("renewals", futures_util::future::join_all(renewals)).await;
     assert!(codes.iter().all(|code| matches!(code, 409 | 502 | 504)), "{codes:?}");
     assert!(codes.iter().any(|code| *code != 409), "no renewal was on a silent connection");
-    relays[0].clear_faults();
+    relay.clear_faults();
     proxy.wait_all("ready").await;
     let left = direct.get(LEASES).await.unwrap().json();
     assert_eq!(left["items"], json!([]));

@@ -74,6 +74,12 @@ impl ConnectTimeout {
         Self { limit, configured: None }
     }
 
+    /// The limit of a connect that may take longer by `delay`.
+    #[must_use]
+    pub fn later(self, delay: Duration) -> Self {
+        Self { limit: self.limit + delay, ..self }
+    }
+
     /// How long a connect may take.
     pub fn limit(self) -> Duration {
         self.limit
@@ -81,12 +87,15 @@ impl ConnectTimeout {
 }
 
 impl fmt::Display for ConnectTimeout {
-    /// `within 10s (connect_timeout 3s, raised on retry)`.
+    /// `within 10s (connect_timeout 3s, raised after timeouts or on a slow line)`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "within {:?}", self.limit)?;
         match self.configured {
             Some(configured) if configured < self.limit => {
-                write!(f, " (connect_timeout {configured:?}, raised on retry)")
+                write!(
+                    f,
+                    " (connect_timeout {configured:?}, raised after timeouts or on a slow line)"
+                )
             }
             _ => Ok(()),
         }
@@ -188,7 +197,10 @@ mod tests {
             backoff.failed(ConnectFailureKind::Timeout, &mut rng, Instant::now());
         }
         let text = backoff.timeout(configured).to_string();
-        assert_eq!(text, "within 10s (connect_timeout 3s, raised on retry)");
+        assert_eq!(
+            text,
+            "within 10s (connect_timeout 3s, raised after timeouts or on a slow line)"
+        );
         assert_eq!(ConnectTimeout::fixed(configured).to_string(), "within 3s");
     }
 }

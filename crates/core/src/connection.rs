@@ -66,7 +66,7 @@ pub use self::effects::{
 };
 use self::health::silence::Silence;
 pub use self::health::thresholds::{Thresholds, WRITE_PATIENCE};
-use self::health::{Check, Health, needs_probe, process_is_stopped};
+use self::health::{Check, Health, needs_probe};
 use self::slots::StreamSlots;
 use self::state::State;
 pub use self::state::{ConnectionState, Responsiveness, StateChangeReason};
@@ -282,6 +282,11 @@ impl ConnectionMachine {
     /// The endpoint limits PINGs to one in `interval` ([`ping_limit`]).
     pub fn limit_pings(&mut self, interval: Duration) {
         self.health.limit_pings(interval);
+    }
+
+    /// Answers may be late by `line_delay` ([`crate::line_delay`]).
+    pub fn expect_delay(&mut self, line_delay: Duration) {
+        self.health.expect_delay(line_delay);
     }
 
     /// The latest `/readyz` of the endpoint failed or is overdue. Requests may start a second attempt, and if PINGs are
@@ -589,7 +594,8 @@ impl ConnectionMachine {
         let before = self.state();
         let verdict = self.health.verdict(before, silence, self.slots.has_pinned());
         let next = verdict.map_or(before, |(state, _)| state);
-        let fails = next == ConnectionState::Unresponsive || process_is_stopped(silence);
+        let fails =
+            next == ConnectionState::Unresponsive || self.health.process_is_stopped(silence);
         self.set_findings(self.health.responsiveness(silence), fails, effects);
         if let Some((to, reason)) = verdict {
             self.enter_by_evidence(to, reason, now, effects);

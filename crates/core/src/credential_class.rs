@@ -48,6 +48,11 @@ impl CredentialClass {
         matches!(self, Self::UnprovenToken | Self::SlowedToken)
     }
 
+    /// Whether an apiserver has proven the credentials of its clients.
+    pub const fn is_proven(self) -> bool {
+        matches!(self, Self::Identity(_) | Self::Token)
+    }
+
     /// The kind of user in the access log, which does not name the user.
     pub const fn user(self) -> &'static str {
         match self {

@@ -17,7 +17,8 @@
 //! * [`backoff`]: the pauses after failures in a row.
 //! * [`restore`] and [`shared_etcd`]: whether etcd was restored from a backup, and which resources are stored in it.
 //! * [`lag`], [`kubernetes_version`] and [`kubernetes_features`]: how apiservers of one cluster differ.
-//! * [`receive_windows`]: how much a stream may send ahead; [`http2_frames`]: frame headers in a byte stream;
+//! * [`line_pacing`]: how much a transfer may have in flight on a slow line;
+//!   [`receive_windows`]: how much a stream may send ahead; [`http2_frames`]: frame headers in a byte stream;
 //!   [`frame_budgets`]: how many of each type a peer may send; [`header_table`]: what its header blocks leave behind;
 //!   [`tls_records`]: where TLS records end.
 //! * [`canary`]: when an apiserver of a newer version gets no share of the requests.
@@ -53,6 +54,8 @@ pub mod http2_frames;
 pub mod kubernetes_features;
 pub mod kubernetes_version;
 pub mod lag;
+pub mod line_delay;
+pub mod line_pacing;
 pub mod open_streams;
 pub mod outage;
 pub mod placement;
@@ -63,6 +66,7 @@ pub mod reads;
 pub mod receive_windows;
 pub mod request;
 pub mod restore;
+mod round_trips;
 pub mod shared_etcd;
 pub mod takeover;
 pub mod tcp_info;

@@ -48,6 +48,11 @@ pub struct TcpInfo {
     pub last_data_recv: Duration,
     /// Bytes that the peer has acknowledged (RFC 4898 tcpEStatsAppHCThruOctetsAcked).
     pub bytes_acked: u64,
+    /// Bytes received in order (RFC 4898 tcpEStatsAppHCThruOctetsReceived).
+    pub bytes_received: u64,
+    /// The round trip of received bytes: from an acknowledgement to the bytes for which it made room. Zero before the
+    /// first one.
+    pub receive_rtt: Duration,
     /// Bytes in the send queue that were never sent. The bytes of a packet that netfilter's output hook
     /// dropped count here, not in [`Self::unacked`].
     pub notsent_bytes: u32,

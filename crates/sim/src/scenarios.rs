@@ -4,6 +4,7 @@ mod apiservers;
 mod balancers;
 mod common;
 mod groups;
+mod lines;
 mod processes;
 mod variants;
 
@@ -13,6 +14,7 @@ use crate::scenario::Scenario;
 pub fn all() -> impl Iterator<Item = &'static Scenario> {
     let of_apiservers = apiservers::SCENARIOS.iter().chain(groups::SCENARIOS);
     let of_apiservers = of_apiservers.chain(balancers::SCENARIOS);
+    let of_apiservers = of_apiservers.chain(lines::SCENARIOS);
     of_apiservers.chain(processes::SCENARIOS).chain(variants::SCENARIOS)
 }
 

@@ -14,9 +14,9 @@ use crate::upstream::connection::Connection;
 use crate::upstream::credentials::CredentialClass;
 use crate::upstream::endpoint::Endpoint;
 
-/// Number of further connections. With that of the prober, three backends at random are all the same one in one of nine
-/// cases.
-pub const FURTHER_CONNECTIONS: usize = 2;
+/// Number of further connections. With that of the prober, each of them reaches the same one of three backends at random in
+/// one of 81 cases.
+pub const FURTHER_CONNECTIONS: usize = 4;
 
 /// Opens a connection for a few questions; `None` if it was not opened.
 pub async fn open_further(

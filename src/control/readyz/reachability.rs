@@ -19,6 +19,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
+use jackstay_core::line_delay::handshake_delay;
 use jackstay_core::probe::silence::SilenceDetector;
 use jackstay_sys::clock;
 use tokio::sync::Notify;
@@ -90,9 +91,7 @@ impl ReachabilityCheck {
     pub async fn run(&self, upstream: &Upstream, endpoint: &Arc<Endpoint>) {
         loop {
             let suspect = self.until_suspect().await;
-            // Flows may outlast the last listener that passes connections through.
-            let has_flows = endpoint.flows() > 0 || endpoint.tunnelled_watches() > 0;
-            if upstream.config().used_by.passthrough || has_flows {
+            if upstream.examines(endpoint) {
                 self.examine(&suspect, upstream, endpoint).await;
             }
             self.until_settled(&suspect).await;
@@ -161,7 +160,8 @@ impl ReachabilityCheck {
                 // The prober reconnects.
                 return;
             }
-            if detector.is_dead(suspect.last_received(), now) && !reported {
+            if detector.is_dead(suspect.last_received(), endpoint.line_delay(now), now) && !reported
+            {
                 reported = true;
                 endpoint.observe(Observation::Unresponsive(
                     "no PONG and no new handshake for 2.5 s: stopped or unreachable",
@@ -179,7 +179,8 @@ async fn handshake(
     tls: &ClientTls,
 ) -> Option<DialedConnection> {
     loop {
-        let limit = ConnectTimeout::fixed(HANDSHAKE_TIMEOUT);
+        let limit = HANDSHAKE_TIMEOUT + handshake_delay(endpoint.line_delay(clock::now()));
+        let limit = ConnectTimeout::fixed(limit);
         let credential = question_credential(upstream, CredentialClass::Probe, tls);
         let dial = dial_backend(upstream, (endpoint, tls), limit, PROBE_STREAMS, &credential);
         let failure = match dial.await {

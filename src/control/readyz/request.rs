@@ -13,7 +13,7 @@ use crate::upstream::Upstream;
 use crate::upstream::connection::Connection;
 use crate::upstream::endpoint::{Endpoint, ProbeCredential, ProbeTrigger};
 use crate::upstream::readyz::ReadyzCheck;
-use crate::upstream::readyz_question::{ReadyzResult, ask};
+use crate::upstream::readyz_question::{OnSuspicion, ReadyzResult, ask};
 
 /// Sends a probe on `connection`, with `token` if there is one, and records its result for `/status`. With
 /// `with_livez` the endpoint must also answer `/livez`.
@@ -25,7 +25,9 @@ pub async fn send_probe(
     with_livez: bool,
 ) -> ReadyzResult {
     let (at, started) = (Utc(wall_clock()).seconds(), clock::now());
-    let (code, result) = ask(connection, config, token, with_livez).await;
+    let is_examined = upstream.examines(&connection.endpoint);
+    let on_suspicion = if is_examined { OnSuspicion::Wait } else { OnSuspicion::GiveUp };
+    let (code, result) = ask(connection, config, token, with_livez, on_suspicion).await;
     let result = judge((upstream, &connection.endpoint), credential, (&config.path, code), result);
     let error = match &result {
         ReadyzResult::Ready | ReadyzResult::Refused => None,

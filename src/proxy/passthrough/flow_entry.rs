@@ -10,6 +10,7 @@ use jackstay_core::flow_health;
 use jackstay_core::flow_health::{
     FlowDeath, FlowDecision, FlowHealth, FlowThresholds, MAX_CHECK_INTERVAL,
 };
+use jackstay_core::line_pacing::{LOOK_INTERVAL, LinePacing};
 use jackstay_sys::sockets::{tcp_info, tcp_options};
 
 use super::routing::ListenerRouting;
@@ -64,6 +65,8 @@ pub(super) const REBALANCE: EndReason =
     EndReason::new("rebalance", "moved off an overloaded endpoint (rebalance)");
 pub(super) const SHUTDOWN: EndReason = EndReason::new("shutdown", "the drain timeout has passed");
 
+/// Bytes after which the line is looked at soon.
+const LARGE_PROGRESS: usize = 4096;
 /// The last part of a drain. The ends of the flows are spread over it, so that their clients do not all reconnect at
 /// the same moment.
 const FINAL_PART: f32 = 0.2;
@@ -105,6 +108,7 @@ pub(super) struct FlowEntry {
     endpoint_socket: RawFd,
     endpoint_health: FlowHealth,
     client_health: FlowHealth,
+    pacing: LinePacing,
     /// The time of the next check of the client's side. `None` unless bytes wait for the client's
     /// acknowledgement, or the endpoint accepts no bytes, so that the pump does not read from the client.
     client_check: Option<Instant>,
@@ -139,6 +143,7 @@ impl FlowEntry {
             endpoint_socket,
             endpoint_health: FlowHealth::new(now),
             client_health: FlowHealth::new(now),
+            pacing: LinePacing::watched(),
             client_check: None,
             started: now,
             last_progress: now,
@@ -245,7 +250,11 @@ impl FlowEntry {
         if info.has_pending() {
             self.client_check.get_or_insert(now + MAX_CHECK_INTERVAL);
         }
-        match self.endpoint_health.check(&info, thresholds, now) {
+        let bound = |bounds| tcp_options::bound_in_flight(&self.endpoint_socket, bounds);
+        self.endpoint.pace(&mut self.pacing, &info, now, bound);
+        let next = if self.pacing.is_active() { now + LOOK_INTERVAL } else { next };
+        let thresholds = thresholds.at_distance(self.endpoint.line_delay(now));
+        match self.endpoint_health.check(&info, &thresholds, now) {
             FlowDecision::Dead(_) if self.is_delivering_last_bytes() => Ok(next),
             FlowDecision::Dead(FlowDeath::Unacknowledged) => Err(UNACKNOWLEDGED),
             FlowDecision::Dead(FlowDeath::Unanswered) => Err(UNANSWERED),
@@ -285,8 +294,7 @@ impl FlowEntry {
             && tcp_info::read(&self.client_socket).is_ok_and(|client| client.has_pending())
     }
 
-    /// Records written bytes. Returns the latest time of the next check of the endpoint's side, if bytes were
-    /// written to it.
+    /// Records written bytes. Returns the latest time of the next check of the endpoint's side, if they require one.
     pub(super) fn record(&mut self, progress: Progress, now: Instant) -> Option<Instant> {
         self.last_progress = now;
         if progress.to_client > 0 {
@@ -296,7 +304,17 @@ impl FlowEntry {
             self.answered = true;
             self.client_check.get_or_insert(now + MAX_CHECK_INTERVAL);
         }
-        (progress.to_endpoint > 0 && self.is_open()).then(|| self.endpoint_health.record_write(now))
+        let write_check = (progress.to_endpoint > 0 && self.is_open())
+            .then(|| self.endpoint_health.record_write(now));
+        // A transfer may have begun.
+        let is_large = progress.to_endpoint.max(progress.to_client) >= LARGE_PROGRESS;
+        let look = (is_large && self.is_open()).then(|| now + LOOK_INTERVAL);
+        write_check.into_iter().chain(look).min()
+    }
+
+    /// The bound of the bytes in flight to the endpoint.
+    pub(super) fn send_bound(&self) -> Option<u32> {
+        self.pacing.bounds().send
     }
 
     /// Records that the endpoint's end of stream was passed on.

@@ -371,13 +371,15 @@ impl FlowHandle {
         self.table.slots.borrow_mut().flows[self.key].record_endpoint_end();
     }
 
-    /// Records written bytes.
-    pub fn record(&self, progress: Progress) {
+    /// Records written bytes. Returns the bound of the bytes in flight to the endpoint, if there is one.
+    pub fn record(&self, progress: Progress) -> Option<u32> {
         let Slots { checks, flows, .. } = &mut *self.table.slots.borrow_mut();
-        if let Some(check) = flows[self.key].record(progress, clock::now()) {
+        let flow = &mut flows[self.key];
+        if let Some(check) = flow.record(progress, clock::now()) {
             let next = &mut checks[self.key];
             *next = self.table.millis(check).min(*next);
         }
+        flow.send_bound()
     }
 }
 

@@ -11,7 +11,7 @@ use tokio::time::{advance, timeout};
 
 use super::super::routing::Routing;
 use super::*;
-use crate::observe::Metrics;
+use crate::observe::{Metrics, PassthroughMetrics};
 use jackstay_config as config;
 
 const DAY: Duration = Duration::from_secs(24 * 3600);
@@ -61,6 +61,15 @@ impl Setup {
     pub(in super::super) fn insert(&self) -> FlowHandle {
         let sockets = (self.sockets.0.as_raw_fd(), self.sockets.1.as_raw_fd());
         self.table.insert(&self.routing, &self.upstream, &self.endpoint, sockets)
+    }
+
+    /// Checks the flows now.
+    pub(in super::super) fn check_flows(&self) {
+        self.table.check_flows(clock::now());
+    }
+
+    pub(in super::super) fn metrics(&self) -> Arc<PassthroughMetrics> {
+        self.metrics.passthrough("l")
     }
 }
 

@@ -75,6 +75,8 @@ struct HalfFlow {
     pipe: Option<SplicePipe>,
     /// Consecutive reads of at least half the buffer.
     large_reads: u8,
+    /// At most so many bytes are read, and written, at once.
+    longest_write: usize,
     /// Whether the sender reset the connection without an end of stream, so that none must be passed on.
     truncated: bool,
     state: HalfState,
@@ -108,6 +110,7 @@ impl Pump {
             pending: Cursor::new(pending.into()),
             pipe: None,
             large_reads: 0,
+            longest_write: BUFFER,
             truncated: false,
             state: HalfState::Open,
         };
@@ -164,7 +167,7 @@ impl Pump {
                 metrics.moved(Direction::ToClient, progress.to_client);
             }
             if progress.to_endpoint + progress.to_client > 0 {
-                handle.record(progress);
+                to_endpoint.longest_write = longest_write(handle.record(progress));
             }
             if down.is_ready() && up.is_pending() {
                 handle.record_endpoint_end();
@@ -209,6 +212,12 @@ impl Pump {
     }
 }
 
+/// The most bytes to write at once while the bytes in flight are bounded. The kernel makes one buffer of each write, of up
+/// to 64 KiB, and accepts it as long as the send queue is not full.
+fn longest_write(bound: Option<u32>) -> usize {
+    bound.map_or(BUFFER, |bound| (bound as usize / 4).clamp(SMALL_BUFFER, BUFFER))
+}
+
 impl HalfFlow {
     /// Copies the bytes that can be copied now. Ready when the end of stream was passed on.
     fn poll(
@@ -232,6 +241,9 @@ impl HalfFlow {
                 }
                 HalfState::Ended => return Poll::Ready(Ok(())),
                 HalfState::Refused(_) => return Poll::Pending,
+            }
+            if self.longest_write < BUFFER {
+                self.pipe = None;
             }
             let read = if self.pipe.is_some() {
                 self.splice(cx, from).map_err(|error| FlowError::Failed(self.sender, error))
@@ -330,8 +342,8 @@ impl HalfFlow {
     ) -> Poll<Result<(), FlowError>> {
         SCRATCH.with_borrow_mut(|scratch| {
             let is_short = memory.is_short();
-            let mut buf =
-                ReadBuf::new(if is_short { &mut scratch[..SMALL_BUFFER] } else { scratch });
+            let length = if is_short { SMALL_BUFFER } else { self.longest_write };
+            let mut buf = ReadBuf::new(&mut scratch[..length]);
             ready!(Pin::new(from).poll_read(cx, &mut buf))
                 .map_err(|error| FlowError::Failed(self.sender, error))?;
             let mut read = buf.filled();
@@ -365,24 +377,34 @@ impl HalfFlow {
 
 #[cfg(test)]
 mod tests {
-    use std::io::Write;
+    use std::io::{Read, Write};
     use std::net;
+    use std::rc::Rc;
     use std::sync::Arc;
 
     use jackstay_core::admission::{MemoryBudget, MemoryKind};
 
+    use tokio::task::LocalSet;
     use tokio::time::timeout;
 
+    use super::super::super::admission::connection_slots::ConnectionSlots;
     use super::super::flow_table::tests::Setup;
     use super::*;
+    use jackstay_sys::sockets::source::Source;
     use jackstay_sys::sockets::stream::SocketRef;
+
+    /// A connection, and its peer.
+    fn connection() -> (net::TcpStream, net::TcpStream) {
+        let listener = net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let peer = net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (stream, _) = listener.accept().unwrap();
+        stream.set_nonblocking(true).unwrap();
+        (stream, peer)
+    }
 
     /// A connection whose peer has not read what it was sent, and the peer.
     fn unread_connection() -> (net::TcpStream, net::TcpStream) {
-        let listener = net::TcpListener::bind("127.0.0.1:0").unwrap();
-        let peer = net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-        let (mut stream, _) = listener.accept().unwrap();
-        stream.set_nonblocking(true).unwrap();
+        let (mut stream, peer) = connection();
         while stream.write(&[0; 16 << 10]).is_ok() {}
         (stream, peer)
     }
@@ -408,5 +430,39 @@ mod tests {
             let latest = limit + 2 * MAX_DELIVERY_CHECK;
             assert!((limit..latest).contains(&took), "{used} used: {took:?}");
         }
+    }
+
+    #[test]
+    fn writes_are_a_quarter_of_the_bound() {
+        let expected = [(None, 65_536), (Some(192 << 10), 49_152), (Some(32 << 10), 8_192)];
+        for (bound, expected) in [expected.as_slice(), &[(Some(8 << 10), 4_096)]].concat() {
+            assert_eq!(longest_write(bound), expected, "{bound:?}");
+        }
+    }
+
+    /// A flow begins with a bound, which the first look at its endpoint's socket sets.
+    #[tokio::test(start_paused = true)]
+    async fn bytes_in_flight_of_a_bounded_flow_are_written_piece_by_piece() {
+        let (setup, slots) = (Setup::new(), Rc::<ConnectionSlots>::default());
+        let source = MemoryBudget::new(64 << 20).source(1);
+        let ((client, mut sender), (endpoint, mut server)) = (connection(), connection());
+        let memory = FlowMemory::new(source, SocketRef::of(&client)).unwrap();
+        let streams = [client, endpoint].map(|stream| TcpStream::from_std(stream).unwrap());
+        let [client, endpoint] = streams;
+        let mut pump = Pump::new(client, endpoint, Vec::new());
+        let slot = slots.admit_proven(Source::User(1), clock::now());
+        let run = async {
+            let (flow, metrics) = (setup.insert(), setup.metrics());
+            setup.check_flows();
+            pump.run(&flow, &metrics, (&slot, &memory)).await.unwrap();
+        };
+        let transfer = std::thread::spawn(move || {
+            sender.write_all(&vec![1; 1 << 20]).unwrap();
+            sender.shutdown(net::Shutdown::Write).unwrap();
+            assert_eq!(server.read_to_end(&mut Vec::new()).unwrap(), 1 << 20);
+        });
+        LocalSet::new().run_until(run).await;
+        transfer.join().unwrap();
+        assert_eq!(pump.to_endpoint.longest_write, 8_192);
     }
 }

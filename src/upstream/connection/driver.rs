@@ -10,7 +10,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::task::{Context, Poll};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use h2::client::{Connection as H2Connection, SendRequest};
@@ -20,7 +20,9 @@ use jackstay_core::admission::MemoryBudget;
 use jackstay_core::connection::{
     ConnectionMachine, ConnectionState, Established, H2End, H2Refusal, Thresholds,
 };
+use jackstay_core::line_pacing::LinePacing;
 use jackstay_core::pool::ConnectionKey;
+use jackstay_core::tcp_info::TcpInfo;
 use jackstay_net::frame_limiter::PeerFrames;
 use jackstay_net::http2_error::{
     describe_end, describe_h2_error, describe_write_error, is_ping_complaint,
@@ -117,6 +119,7 @@ impl Connection {
             frames,
             uncork,
             observer,
+            pacing: LinePacing::watched(),
             bytes_read: 0,
         };
         tokio::task::spawn_local(driver.run());
@@ -156,6 +159,7 @@ struct Driver {
     uncork: Uncork<UpstreamStream>,
     observer: StreamObserver,
     windows: WindowUpdates,
+    pacing: LinePacing,
     /// Bytes read up to the last poll.
     bytes_read: u64,
 }
@@ -261,6 +265,18 @@ impl Driver {
         let peer_streams = self.connection.send.current_max_send_streams();
         self.connection.input(|machine| machine.received(peer_streams, now));
         self.windows.received(bytes_read, &self.connection.receiving, now);
+        if self.pacing.is_due(now)
+            && let Ok(info) = self.observer.tcp_info()
+        {
+            self.pace(&info, now);
+        }
+    }
+
+    /// Bounds a bulk transfer that makes the line's queue long.
+    fn pace(&mut self, info: &TcpInfo, now: Instant) {
+        let socket = self.observer.socket();
+        let bound = |bounds| socket.bound_in_flight(bounds);
+        self.connection.endpoint.pace(&mut self.pacing, info, now, bound);
     }
 
     /// Reports that h2 opens no more streams.
@@ -307,12 +323,17 @@ impl Driver {
     /// the bytes that were read are evidence of life, and an unread PONG follows with the next poll.
     fn check(&mut self, timer: Pin<&mut Sleep>) -> ConnectionState {
         let tcp = self.observer.tcp_info().ok();
+        if let Some(info) = &tcp {
+            self.pace(info, clock::now());
+        }
         let connection = &self.connection;
         let ping_limit = connection.endpoint.ping_limit();
+        let line_delay = connection.endpoint.line_delay(clock::now());
         let effects = connection.step(|machine| {
             if let Some(interval) = ping_limit {
                 machine.limit_pings(interval);
             }
+            machine.expect_delay(line_delay);
             machine.check(tcp.as_ref(), clock::now())
         });
         if effects.probe_kernel {

@@ -9,6 +9,7 @@ use jackstay_core::connect::{ConnectFailure, ConnectTimeout};
 use jackstay_core::connection::{Responsiveness, WRITE_PATIENCE};
 use jackstay_core::endpoint_health::Observation;
 use jackstay_core::endpoint_state::EndpointState;
+use jackstay_core::line_delay::handshake_delay;
 use jackstay_sys::clock;
 use tokio::time::timeout_at;
 
@@ -27,9 +28,11 @@ impl Endpoint {
         self.guarded().backoff.claim(none_usable, handshakes, now)
     }
 
-    /// The time limit of the next connect: `configured`, doubled for each timeout since the last success.
+    /// The time limit of the next connect: `configured`, doubled for each timeout since the last success, and what the queue
+    /// of the line takes.
     pub fn connect_timeout(&self, configured: Duration) -> ConnectTimeout {
-        self.guarded().backoff.timeout(configured)
+        let delay = handshake_delay(self.line_delay(clock::now()));
+        self.guarded().backoff.timeout(configured).later(delay)
     }
 
     /// When the last connect failed, unless one has succeeded since.

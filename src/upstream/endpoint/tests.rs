@@ -165,6 +165,38 @@ fn endpoint_is_suspect_while_every_ping_is_unanswered() {
     assert_eq!(state(), (Connecting, "connected, /readyz not answered yet".into()));
 }
 
+#[test]
+fn line_delay_is_shown_while_it_lasts_and_only_at_endpoints_that_are_late() {
+    let (metrics, line) = (Metrics::new(), Arc::default());
+    let [late, other] = ["10.0.0.1", "10.0.0.2"].map(|host| {
+        let address = EndpointAddress { host: host.into(), port: 6443 };
+        let metrics = metrics.endpoint("u", host);
+        Endpoint::of_backend(&"u".into(), (&address, None), None, metrics, &line).unwrap()
+    });
+    let (start, second) = (clock::now(), Duration::from_secs(1));
+    let look = |endpoint: &Endpoint, rtt, at| {
+        let info = TcpInfo { rtt, min_rtt: Duration::from_millis(1), ..TcpInfo::default() };
+        endpoint.pace(&mut LinePacing::default(), &info, at, |_| Ok(()));
+    };
+    let delays = |at| {
+        let delays = [&late, &other].map(|endpoint| endpoint.line_delay(at));
+        let shown = [&late, &other].map(|endpoint| endpoint.status().line_delay_s);
+        let is_late = delays.map(|delay| Some(delay).filter(|delay| !delay.is_zero()));
+        assert_eq!(shown, is_late.map(|delay| delay.map(|delay| delay.as_secs_f64())));
+        delays
+    };
+    look(&late, second + Duration::from_millis(1), start);
+    assert_eq!(delays(start), [second; 2], "nobody else shows the line");
+    look(&other, Duration::from_millis(2), start + second);
+    assert_eq!(delays(start + second), [second, Duration::ZERO]);
+    assert_eq!(delays(start + 20 * second), [Duration::ZERO; 2]);
+    let events = metrics.events().last_notable(9);
+    let events: Vec<_> = events.iter().map(|event| (&*event.name, &*event.to)).collect();
+    let (late, other) = ("10.0.0.1:6443", "10.0.0.2:6443");
+    let expected = [(late, "late"), (other, "late"), (other, "on time"), (late, "on time")];
+    assert_eq!(events, expected);
+}
+
 /// The callers that connect on one node: two identities, tokens, anonymous requests, and the prober.
 const CALLERS: usize = 5;
 const NODES: usize = 5_000;

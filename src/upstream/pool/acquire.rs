@@ -5,11 +5,12 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use futures_util::future::{Either, LocalBoxFuture, Ready, ready};
+use jackstay_core::connection::ConnectionState;
 use jackstay_core::endpoint_state::EndpointState;
 use jackstay_core::pool::limits::max_connections;
 use jackstay_core::pool::{
-    Arrival, Candidate, EndpointRow, Round, Scope, Situation, StreamRefusal, StreamRequirements,
-    is_nearly_full, select,
+    Arrival, Candidate, EndpointRow, Lane, Preference, Round, Scope, Situation, StreamRefusal,
+    StreamRequirements, is_nearly_full, select,
 };
 use jackstay_sys::clock;
 use tokio::sync::oneshot;
@@ -55,6 +56,11 @@ impl Pool {
         request: StreamRequest<'a>,
     ) -> Acquire<'a> {
         let (now, may_be_held) = (clock::now(), request.required.may_be_held);
+        if request.required.lane == Lane::Heartbeats
+            && let Some(permit) = self.reserve_in_lane(class, &request, now)
+        {
+            return Either::Left(ready(class.verified(permit, request.client_subject)));
+        }
         let arrival = class.machine.borrow_mut().request(may_be_held, self.is_total_outage(), now);
         if let Arrival::Refuse(refusal) = arrival {
             return Either::Left(ready(Err(self.unavailable(class, refusal))));
@@ -83,6 +89,43 @@ impl Pool {
     ) -> Option<Permit> {
         let (permit, _) = self.reserve_stream(class, request, Unready::AtOnce, clock::now())?;
         class.verified(permit, request.client_subject).ok()
+    }
+
+    /// Reserves a stream on the connection for heartbeats, if its endpoint is as good as others, and it is the first attempt.
+    /// That another heartbeat waits there is no reason against it: on a slow line each of them waits. If there is no such
+    /// connection, one is opened for the next heartbeat.
+    fn reserve_in_lane(
+        &self,
+        class: &ClassPool,
+        request: &StreamRequest<'_>,
+        now: Instant,
+    ) -> Option<Permit> {
+        let name = class.credential_class();
+        if !name.is_proven() || request.required.previous_failure.is_some() {
+            return None;
+        }
+        let lane = self.lane(name, Lane::Heartbeats);
+        let _ = lane.machine.borrow_mut().request(false, false, now);
+        let is_good = lane.with_table(now, |table, connections| {
+            let live = table
+                .iter()
+                .zip(connections)
+                .filter(|(row, _)| row.state == ConnectionState::Live && row.free_streams > 0);
+            let good = live.map(|(row, connection)| {
+                row.endpoint_state == EndpointState::Ready
+                    && !connection.probe().is_failing()
+                    && request.preference(&connection.endpoint) == Preference::default()
+            });
+            good.reduce(|all, one| all && one)
+        });
+        match is_good {
+            Some(true) => Some(self.reserve_stream(&lane, request, Unready::AtOnce, now)?.0),
+            Some(false) => None,
+            None => {
+                self.changed.notify_one();
+                None
+            }
+        }
     }
 
     /// Reserves a stream on the best live connection. Returns whether another connection should be opened, too.

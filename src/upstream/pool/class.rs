@@ -10,7 +10,7 @@ use http::HeaderValue;
 use jackstay_core::backends::{Backend, BackendId};
 use jackstay_core::connection::ConnectionState;
 use jackstay_core::pool::limits::max_connections;
-use jackstay_core::pool::{Candidate, Class, ConnectionRow, only_suspect_to};
+use jackstay_core::pool::{Candidate, Class, ConnectionRow, Lane, only_suspect_to};
 use jackstay_net::tls::certificate::Subject;
 
 use super::stream_request::{Unavailable, Waiter};
@@ -23,9 +23,10 @@ use crate::upstream::evacuation::ActiveEvacuations;
 use crate::upstream::rebalance::Rebalancer;
 use crate::upstream::shared::Upstream;
 
-/// The connections of one class.
+/// The connections of one class, or those of its heartbeats.
 pub struct ClassPool {
     class: CredentialClass,
+    lane: Lane,
     /// Decides on the connections, and holds the requests that wait.
     pub(super) machine: RefCell<Class<Waiter>>,
     pub(super) connections: RefCell<Vec<Rc<Connection>>>,
@@ -46,9 +47,10 @@ fn token_hash(token: &HeaderValue) -> u64 {
 
 impl ClassPool {
     /// A pool without connections.
-    pub(super) fn new(class: CredentialClass, now: Instant) -> Self {
+    pub(super) fn new(class: CredentialClass, lane: Lane, now: Instant) -> Self {
         Self {
             class,
+            lane,
             machine: RefCell::new(Class::new(class, now)),
             connections: RefCell::default(),
             table: RefCell::default(),
@@ -119,6 +121,11 @@ impl ClassPool {
         self.class
     }
 
+    /// Which requests of the class they serve.
+    pub(super) fn lane(&self) -> Lane {
+        self.lane
+    }
+
     /// Whether a connection is live.
     pub fn has_live(&self) -> bool {
         self.connections.borrow().iter().any(|c| c.state() == ConnectionState::Live)
@@ -135,13 +142,16 @@ impl ClassPool {
         self.with_table(now, |table, _| only_suspect_to(table, endpoint.key()))
     }
 
-    /// If a request waits on a connection that has to be asked, the others, to which it may be sent again, are asked, too.
-    pub(super) fn ask_others(&self, now: Instant) {
+    /// Whether a request waits on a connection that has to be asked. Then the others are asked, too ([`Self::ask`]). Each
+    /// time once.
+    pub(super) fn take_question(&self) -> bool {
         let connections = self.connections.borrow();
-        let asks = connections.iter().filter(|connection| connection.take_question()).count();
-        if asks > 0 {
-            connections.iter().for_each(|connection| connection.ask(now));
-        }
+        connections.iter().filter(|connection| connection.take_question()).count() > 0
+    }
+
+    /// Asks all connections by a PING whether they respond.
+    pub(super) fn ask(&self, now: Instant) {
+        self.connections.borrow().iter().for_each(|connection| connection.ask(now));
     }
 
     /// Calls `decide` with the present table of connections.

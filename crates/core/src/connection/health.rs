@@ -61,6 +61,8 @@ pub(super) struct Health {
     next_ping: Instant,
     /// The interval of PINGs, if the endpoint limits them.
     limit: Option<Duration>,
+    /// By how much answers may be late, because the queue of the line is long.
+    line_delay: Duration,
     /// When the last PONG arrived.
     pong_at: Instant,
     /// When bytes last arrived.
@@ -117,6 +119,7 @@ impl Health {
             ping_sent: None,
             next_ping,
             limit: None,
+            line_delay: Duration::ZERO,
             pong_at: now,
             last_received: now,
             recent: Recent::Nothing,
@@ -175,6 +178,11 @@ impl Health {
             self.check_at = self.check_at.min(now + PATH_QUIET_AFTER);
         }
         rtt
+    }
+
+    /// Answers may be late by `line_delay`.
+    pub(super) fn expect_delay(&mut self, line_delay: Duration) {
+        self.line_delay = line_delay;
     }
 
     /// The endpoint limits PINGs to one in `interval`.
@@ -321,7 +329,7 @@ impl Health {
     fn suspect_after(&self) -> Duration {
         // A connection must be suspect before it is dead.
         let adaptive = || self.rtt.suspect_after().min(self.limits.dead_after / 2);
-        self.limits.suspect_after.unwrap_or_else(adaptive)
+        self.limits.suspect_after.unwrap_or_else(adaptive) + self.line_delay
     }
 
     /// Measures for how long which evidence of life has been missing.
@@ -369,7 +377,9 @@ impl Health {
         if state == ConnectionState::Dead {
             return None;
         }
-        let Thresholds { dead_after, tunnel_dead_after, .. } = self.limits;
+        let [dead_after, tunnel_dead_after, stopped_after] =
+            [self.limits.dead_after, self.limits.tunnel_dead_after, STOPPED_AFTER]
+                .map(|after| after + self.line_delay);
         if let Some(reason) = silence.lost_for(dead_after) {
             if !pinned || silence.lost_for(tunnel_dead_after).is_some() {
                 return Some((ConnectionState::Dead, reason));
@@ -385,7 +395,7 @@ impl Health {
         if silence.window_answers && silence.ping_age.min(silence.unacknowledged) >= silent_death {
             return Some((ConnectionState::Dead, StateChangeReason::WindowClosed));
         }
-        if state.is_in_service() && silence.without_progress >= STOPPED_AFTER {
+        if state.is_in_service() && silence.without_progress >= stopped_after {
             return Some((ConnectionState::Draining, StateChangeReason::ProcessStopped));
         }
         if state == ConnectionState::Live && self.is_late(silence) {
@@ -402,21 +412,21 @@ impl Health {
     /// Whether the PINGs are answered.
     pub(super) fn responsiveness(&self, silence: &Silence) -> Responsiveness {
         let quiet = silence.ping_age.min(silence.inbound.max(silence.outbound));
-        let silent_after = SILENT_AFTER.min(self.limits.dead_after / 2);
+        let silent_after = SILENT_AFTER.min(self.limits.dead_after / 2) + self.line_delay;
         let path_silent = !silence.window_answers && quiet >= silent_after;
         if path_silent || silence.without_progress >= silent_after {
             Responsiveness::Silent
-        } else if silence.unanswered_for(PROBE_AFTER) {
+        } else if silence.unanswered_for(PROBE_AFTER + self.line_delay) {
             Responsiveness::Unanswered
         } else {
             Responsiveness::Responds
         }
     }
-}
 
-/// Whether the process has been stopped for so long that requests fail which must not be sent twice.
-pub(super) fn process_is_stopped(silence: &Silence) -> bool {
-    silence.without_progress >= STOPPED_AFTER + WRITE_PATIENCE
+    /// Whether the process has been stopped for so long that requests fail which must not be sent twice.
+    pub(super) fn process_is_stopped(&self, silence: &Silence) -> bool {
+        silence.without_progress >= STOPPED_AFTER + WRITE_PATIENCE + self.line_delay
+    }
 }
 
 /// Whether the peer's kernel should be probed, because nothing else is to be acknowledged.

@@ -4,8 +4,10 @@ use std::time::{Duration, Instant};
 
 use super::dials::{ConnectionCounts, Dials};
 use super::endpoints::{EndpointRow, all_failed_at, targets};
+use super::lane::Lane;
 use super::limits::{
-    ConnectionLimits, UNPROVEN_WITH_DRAINING, connect_pace, max_connections, max_waiters,
+    ConnectionLimits, HEARTBEAT_WAITERS, UNPROVEN_WITH_DRAINING, connect_pace, max_connections,
+    max_waiters,
 };
 use super::select::{
     Candidate, EndpointKey, Preference, Scope, StreamRequirements, has_free_stream, has_live,
@@ -214,7 +216,7 @@ impl<W> Class<W> {
         }
     }
 
-    /// A request begins to wait at the end of the queue. Returns its number, for [`Self::leave`].
+    /// A request begins to wait behind its like. Returns its number, for [`Self::leave`].
     ///
     /// # Errors
     /// Too many wait.
@@ -225,7 +227,8 @@ impl<W> Class<W> {
         handle: W,
         now: Instant,
     ) -> Result<u64, StreamRefusal> {
-        if self.waiters.len() >= max_waiters(self.credential) {
+        let further = if required.lane == Lane::Heartbeats { HEARTBEAT_WAITERS } else { 0 };
+        if self.waiters.len() >= max_waiters(self.credential) + further {
             return Err(unavailable(has_live(table)));
         }
         Ok(self.waiters.add(required, now, handle))

@@ -19,6 +19,8 @@ const SLOWED_PACE: Pace = Pace { interval: Duration::from_secs(1), burst: 4 };
 /// Limit of requests that wait for a stream, and of those of an identity.
 const MAX_WAITERS: usize = 1000;
 const MAX_IDENTITY_WAITERS: usize = 4000;
+/// Heartbeats that may wait although so many requests do.
+pub const HEARTBEAT_WAITERS: usize = 256;
 
 /// The configured limits of the connections of one worker in one class (`connections` in the configuration).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -2,7 +2,8 @@
 //! connections are opened, drained and closed.
 //!
 //! A pool has a [`Class`] of connections for each [`CredentialClass`](crate::credential_class::CredentialClass), whose
-//! requests share connections. The caller owns the connections. It describes them in tables of plain rows, asks what
+//! requests share connections, and another one for the heartbeats of a class whose clients have proven who they are
+//! ([`Lane`]). The caller owns the connections. It describes them in tables of plain rows, asks what
 //! to do, and does it:
 //!
 //! | question | answered by | result |
@@ -16,7 +17,7 @@
 //!
 //! # Requests that wait
 //!
-//! They are considered in the order in which they came. The first row that applies decides:
+//! Heartbeats are considered first, then all others, in the order in which they came. The first row that applies decides:
 //!
 //! | condition | decision |
 //! |---|---|
@@ -25,7 +26,7 @@
 //! | [`select()`] finds any other live connection | granted |
 //! | a connect to every endpoint has failed since the request has no connection, or its deadline is over; a suspect connection is found, and the request does not exclude those | granted |
 //! | the same, but none is found | refused: exhausted with a live connection, otherwise unreachable |
-//! | a live connection exists, but none has a free stream | it waits until its deadline, and so do all behind it |
+//! | a live connection exists, but none has a free stream | it waits until its deadline, and so do all behind it, unless it is a heartbeat |
 //! | otherwise | it waits until its deadline |
 //!
 //! The deadline is [`EXHAUSTED_AFTER`] after the start of the wait while a connection is live, otherwise
@@ -54,6 +55,7 @@
 mod class;
 mod dials;
 mod endpoints;
+mod lane;
 pub mod limits;
 #[cfg(test)]
 mod properties;
@@ -68,6 +70,7 @@ pub use self::class::{
     Arrival, Class, ClassEffect, ConnectionRow, IDLE_CLASS, Round, SLOW_HEAD_INTERVAL, Surroundings,
 };
 pub use self::endpoints::{EndpointRow, FANOUT, VersionSide, targets};
+pub use self::lane::Lane;
 pub use self::select::{
     Candidate, ConnectionKey, EndpointKey, Preference, PreviousFailure, RECENT_RECEIVE_WINDOW,
     Scope, StreamRequirements, WATCH_SHARE, has_live, is_nearly_full, only_suspect_to, select,

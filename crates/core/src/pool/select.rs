@@ -24,6 +24,7 @@
 
 use std::time::{Duration, Instant};
 
+use super::lane::Lane;
 use crate::balance;
 use crate::connection::ConnectionState;
 use crate::endpoint_state::EndpointState;
@@ -77,6 +78,8 @@ pub struct Candidate {
 pub struct StreamRequirements {
     /// Whether the request is a watch, which keeps its stream for minutes.
     pub long_running: bool,
+    /// Whether it is a heartbeat, which waits before all others.
+    pub lane: Lane,
     /// Whether the caller holds the watch during a total outage. Then it gets an error at once.
     pub may_be_held: bool,
     /// Whether suspect connections are excluded, because the request already waits on one.

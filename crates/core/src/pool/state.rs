@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use super::StreamRefusal;
 use super::endpoints::{self, EndpointRow, FANOUT};
+use super::lane::Lane;
 use crate::credential_class::CredentialClass;
 use crate::outage::{Outage, Reachability};
 
@@ -65,14 +66,16 @@ impl PoolState {
     }
 
     /// Whether connections of the class are kept while no request uses them.
-    pub fn is_warm(&self, class: CredentialClass) -> bool {
-        self.keeps_identities() && matches!(class, CredentialClass::Identity(_))
+    pub fn is_warm(&self, class: CredentialClass, lane: Lane) -> bool {
+        let is_identity = matches!(class, CredentialClass::Identity(_));
+        self.keeps_identities() && is_identity && lane == Lane::Requests
     }
 
     /// Number of endpoints to which the class keeps connections; `None` for all.
-    pub fn fanout(&self, class: CredentialClass) -> Option<usize> {
-        let fanout = if self.purpose == Purpose::Internal { 1 } else { FANOUT };
-        (!self.is_warm(class)).then_some(fanout)
+    pub fn fanout(&self, class: CredentialClass, lane: Lane) -> Option<usize> {
+        let one = self.purpose == Purpose::Internal || lane == Lane::Heartbeats;
+        let fanout = if one { 1 } else { FANOUT };
+        (!self.is_warm(class, lane)).then_some(fanout)
     }
 
     /// Whether a total outage is in progress.

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::limits::{ConnectionLimits, UNPROVEN_WITH_DRAINING, max_waiters};
+use super::limits::{ConnectionLimits, HEARTBEAT_WAITERS, UNPROVEN_WITH_DRAINING, max_waiters};
 use super::*;
 use crate::connection::ConnectionState::{self, Draining, Live, Suspect, Unresponsive};
 use crate::connection::DrainReason;
@@ -458,6 +458,10 @@ fn requests_are_served_in_order_and_passed_over_if_they_cannot_be() {
     let first = begin(StreamRequirements::default(), "first");
     let cancelled = begin(StreamRequirements::default(), "cancelled");
     begin(StreamRequirements::default(), "second");
+    let heartbeat =
+        || StreamRequirements { lane: Lane::Heartbeats, ..StreamRequirements::default() };
+    begin(heartbeat(), "heartbeat");
+    begin(heartbeat(), "another heartbeat");
     assert_eq!(class.request(false, false, now), Arrival::Wait);
     class.leave(cancelled);
     // No stream is left for watches.
@@ -479,7 +483,9 @@ fn requests_are_served_in_order_and_passed_over_if_they_cannot_be() {
         }
         served
     };
-    assert_eq!(serve(&mut class, &mut table), ["first"]);
+    assert_eq!(serve(&mut class, &mut table), ["heartbeat"]);
+    table[0].free_streams = 2;
+    assert_eq!(serve(&mut class, &mut table), ["another heartbeat", "first"]);
     assert_eq!(class.waiting(), 2);
     class.leave(first);
     table[0].free_streams = 5;
@@ -527,6 +533,10 @@ fn begin_wait_is_limited_and_refused_as_the_connections_are() {
             let refused = class.begin_wait(table, StreamRequirements::default(), (), now);
             assert_eq!(refused, Err(refusal));
         }
+        let heartbeat =
+            || StreamRequirements { lane: Lane::Heartbeats, ..StreamRequirements::default() };
+        let more = (0..1_000).filter(|_| class.begin_wait(&[], heartbeat(), (), now).is_ok());
+        assert_eq!(more.count(), HEARTBEAT_WAITERS);
     }
 }
 
@@ -895,8 +905,15 @@ fn pool_state_knows_which_classes_are_warm_and_how_far_they_reach() {
         (Purpose::Internal, false, [Some(1), Some(1)]),
     ] {
         let state = PoolState::new(purpose);
-        assert_eq!((state.is_warm(identity), state.is_warm(token)), (identity_is_warm, false));
-        assert_eq!([state.fanout(identity), state.fanout(token)], fanouts, "{purpose:?}");
+        let is_warm = [identity, token].map(|class| state.is_warm(class, Lane::Requests));
+        assert_eq!(is_warm, [identity_is_warm, false]);
+        let fanout = [identity, token].map(|class| state.fanout(class, Lane::Requests));
+        assert_eq!(fanout, fanouts, "{purpose:?}");
+        for class in [identity, token] {
+            let (is_warm, fanout) =
+                (state.is_warm(class, Lane::Heartbeats), state.fanout(class, Lane::Heartbeats));
+            assert_eq!((is_warm, fanout), (false, Some(1)), "{purpose:?}");
+        }
     }
 }
 

@@ -1,15 +1,19 @@
-//! The requests of one class that wait for a stream, in the order in which they came.
+//! The requests of one class that wait for a stream: heartbeats, and then all others, in the order in which they came.
 
 use std::collections::BTreeMap;
 use std::ops::Bound;
 use std::time::Instant;
 
-use super::StreamRequirements;
+use super::{Lane, StreamRequirements};
+
+/// The number of the first request that is no heartbeat. Those of heartbeats are lower.
+const FIRST_ID: u64 = 1 << 63;
 
 /// The waiting requests of one class. `W` is what the caller keeps for each.
 #[derive(Debug)]
 pub(super) struct Waiters<W> {
     queue: BTreeMap<u64, Waiter<W>>,
+    next_heartbeat: u64,
     next_id: u64,
     /// Number of waiting requests that can use any stream.
     unrestricted: usize,
@@ -34,7 +38,7 @@ impl<W> Waiter<W> {
 
 impl<W> Waiters<W> {
     pub(super) fn new() -> Self {
-        Self { queue: BTreeMap::new(), next_id: 0, unrestricted: 0 }
+        Self { queue: BTreeMap::new(), next_heartbeat: 0, next_id: FIRST_ID, unrestricted: 0 }
     }
 
     pub(super) fn len(&self) -> usize {
@@ -47,10 +51,14 @@ impl<W> Waiters<W> {
         self.unrestricted > 0
     }
 
-    /// Adds a request at the end. Returns the number by which it is found.
+    /// Adds a request behind its like. Returns the number by which it is found.
     pub(super) fn add(&mut self, required: StreamRequirements, start: Instant, handle: W) -> u64 {
-        let id = self.next_id;
-        self.next_id += 1;
+        let next = match required.lane {
+            Lane::Heartbeats => &mut self.next_heartbeat,
+            Lane::Requests => &mut self.next_id,
+        };
+        let id = *next;
+        *next += 1;
         self.unrestricted += usize::from(required.is_unrestricted());
         self.queue.insert(id, Waiter { required, start, handle });
         id

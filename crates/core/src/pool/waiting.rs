@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 
 use super::endpoints::EndpointRow;
+use super::lane::Lane;
 use super::waiters::Waiter;
 
 /// How long a request waits for a usable connection while no connection is live, counted from the loss of
@@ -94,8 +95,12 @@ pub(super) fn decide<W>(
         let suspect = if waiter.required.live_only { None } else { find(true) };
         return Decision::Answer(suspect.ok_or(unavailable(is_connected)));
     }
-    // Those behind it have later deadlines, and nothing else can change for them.
-    if is_connected && !has_free { Decision::Stop(deadline) } else { Decision::Wait(deadline) }
+    // Those behind it have later deadlines, except behind a heartbeat, and nothing else can change for them.
+    if is_connected && !has_free && waiter.required.lane == Lane::Requests {
+        Decision::Stop(deadline)
+    } else {
+        Decision::Wait(deadline)
+    }
 }
 
 /// The error of a request that waits no longer.

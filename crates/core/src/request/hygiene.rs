@@ -13,7 +13,8 @@
 //! * `Priority` (RFC 9218) is removed from every request. It ranks a stream above the others of its connection, and the
 //!   streams of many clients share one to the apiserver. (Go's HTTP/2 server honours it from 1.27 on, unless a request
 //!   has `X-Forwarded-For`, `Forwarded` or `Via`: `MetaHeadersFrame.rfc9218Priority` in `http2/frame.go`. Other
-//!   servers honour it for each request.) PRIORITY and `PRIORITY_UPDATE` frames end at the listener.
+//!   servers honour it for each request.) PRIORITY and `PRIORITY_UPDATE` frames end at the listener. A heartbeat gets one
+//!   of jackstay, because it matters more than any other request.
 //! * `Expect` is removed from every request, because jackstay itself asks for the body. On HTTP/1.1, hyper
 //!   sends the 100 with the first read of the body, when the upstream stream is open
 //!   (the forwarder). On HTTP/2, hyper 1.12 cannot send a 100.

@@ -387,6 +387,8 @@ impl End {
             last_ack_recv: now.saturating_duration_since(self.last_segment),
             last_data_recv: now.saturating_duration_since(self.last_data),
             bytes_acked: self.bytes_acked,
+            bytes_received: 0,
+            receive_rtt: Duration::ZERO,
             notsent_bytes: self.unsent_bytes,
             data_segments_sent: socket.data_segments_out,
             send_window: Some(self.window),

@@ -9,6 +9,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
+use jackstay_core::line_pacing::QueueBounds;
 use jackstay_core::tcp_info::TcpInfo;
 use socket2::SockRef;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
@@ -453,6 +454,18 @@ impl SocketRef {
         match self {
             Self::Kernel(descriptor) => tcp_options::bound_unsent(descriptor, bytes),
             Self::Virtual(socket) => socket.bound_unsent(bytes),
+        }
+    }
+
+    /// See [`tcp_options::bound_in_flight`].
+    ///
+    /// # Errors
+    /// What the kernel returns.
+    pub fn bound_in_flight(&self, bounds: QueueBounds) -> io::Result<()> {
+        match self {
+            Self::Kernel(descriptor) => tcp_options::bound_in_flight(descriptor, bounds),
+            // Its network has no queues.
+            Self::Virtual(_) => Ok(()),
         }
     }
 

@@ -62,6 +62,8 @@ pub fn read(socket: &impl AsRawFd) -> io::Result<TcpInfo> {
         last_ack_recv: Duration::from_millis(raw.tcpi_last_ack_recv.into()),
         retransmitted: raw.tcpi_total_retrans,
         bytes_acked: raw.tcpi_bytes_acked,
+        bytes_received: raw.tcpi_bytes_received,
+        receive_rtt: Duration::from_micros(raw.tcpi_rcv_rtt.into()),
         segments_out: raw.tcpi_segs_out,
         segments_in: raw.tcpi_segs_in,
         data_segments_in: raw.tcpi_data_segs_in,

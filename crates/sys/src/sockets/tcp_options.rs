@@ -5,6 +5,7 @@ use std::net::SocketAddr;
 use std::os::fd::{AsFd, AsRawFd};
 use std::time::Duration;
 
+use jackstay_core::line_pacing::QueueBounds;
 use socket2::{Domain, Protocol, SockRef, Socket, TcpKeepalive, Type};
 use tokio::net::TcpStream;
 
@@ -125,6 +126,27 @@ pub fn bound_received(socket: &impl AsRawFd, bytes: Option<usize>) -> io::Result
     set_option(socket, (libc::SOL_SOCKET, libc::SO_RCVBUF), value)
 }
 
+/// The largest window (RFC 7323, 2.3).
+const LARGEST_WINDOW: u32 = 65_535 << 14;
+
+/// Bounds the bytes in flight of a connection: those that are sent by the size of the queue, those that are received by
+/// the window. `None` lets the kernel choose.
+///
+/// # Errors
+/// What `setsockopt(2)` returns. Before Linux 5.15, on which the kernel would never choose again, nothing is bounded.
+pub fn bound_in_flight(socket: &impl AsRawFd, bounds: QueueBounds) -> io::Result<()> {
+    set_option(socket, (libc::SOL_SOCKET, libc::SO_BUF_LOCK), 0)?;
+    if let Some(bytes) = bounds.send {
+        // The kernel stores twice the value, because about half of a queue is payload (socket(7)).
+        set_option(socket, (libc::SOL_SOCKET, libc::SO_SNDBUF), bytes.cast_signed())?;
+    }
+    // A smaller receive queue would drop bytes for which the window has already made room. The clamp bounds only what is
+    // offered from now on.
+    let clamp = bounds.receive.unwrap_or(LARGEST_WINDOW);
+    set_option(socket, (libc::IPPROTO_TCP, libc::TCP_WINDOW_CLAMP), clamp.cast_signed())?;
+    Ok(())
+}
+
 /// Sets an integer option for which socket2 has no function, or only one with more system calls: it sets
 /// keepalive parameters together with `SO_KEEPALIVE`.
 fn set_option(
@@ -183,5 +205,32 @@ mod tests {
         let interval = socket.tcp_keepalive_interval().unwrap();
         let probing = interval * socket.tcp_keepalive_retries().unwrap();
         assert_eq!(socket.tcp_keepalive_time().unwrap() + probing, Duration::from_secs(120));
+    }
+
+    #[test]
+    fn bound_in_flight_limits_each_direction_until_it_is_taken_back() {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let stream = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (mut accepted, _) = listener.accept().unwrap();
+        accepted.set_nonblocking(true).unwrap();
+        let socket = SockRef::from(&stream);
+        let sizes = || (socket.send_buffer_size().unwrap(), socket.recv_buffer_size().unwrap());
+        let before = sizes();
+        let bound = |send, receive| {
+            bound_in_flight(&stream, QueueBounds { send, receive }).unwrap();
+            sizes()
+        };
+        // The receive queue keeps its size, so that nothing is dropped that is in flight.
+        assert_eq!(bound(Some(12_000), Some(9_000)), (24_000, before.1));
+        // The kernel chooses again: the window grows as far as the peer sends.
+        bound(None, None);
+        let mut sent = 0;
+        while let Ok(bytes) = std::io::Write::write(&mut accepted, &[0; 4096]) {
+            sent += bytes;
+        }
+        assert!(sent > 100_000, "{sent}");
+        let mut read = vec![0; sent];
+        std::io::Read::read_exact(&mut &stream, &mut read).unwrap();
+        assert!(bound_in_flight(&std::io::stderr(), QueueBounds::default()).is_err());
     }
 }

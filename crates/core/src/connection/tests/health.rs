@@ -226,6 +226,28 @@ fn lost_path_is_suspect_after_100_ms_and_dead_after_2_s() {
     }
 }
 
+/// The queue of a slow line is long ([`crate::line_delay`]).
+#[test]
+fn suspicion_and_verdicts_wait_for_the_delay_of_the_line() {
+    for answers in [true, false] {
+        let mut sim = Simulation::new();
+        sim.run(ms(1500));
+        // Either the path is lost, or the process is stopped.
+        (sim.inbound, sim.answers) = (!answers, answers);
+        sim.connection.expect_delay(ms(3_000));
+        let ping = run_until_ping(&mut sim);
+        sim.run(ms(15_000));
+        let [(suspect, ..), (verdict, ..)] = sim.changes[..2] else { panic!("{:?}", sim.changes) };
+        assert!((3_100..=3_110).contains(&(suspect - ping)), "{suspect} {ping}");
+        let expected = if answers { 5_000 } else { 8_000 };
+        assert!((expected..=expected + 110).contains(&(verdict - ping)), "{verdict} {ping}");
+        let (silent, _) = sim.silent[0];
+        assert!((4_000..=4_110).contains(&(silent - ping)), "{silent} {ping}");
+        let fails = sim.fails_unsafe_requests.first().map(|(at, _)| at - ping);
+        assert_eq!(fails.is_some_and(|at| (10_000..=10_110).contains(&at)), !answers, "{fails:?}");
+    }
+}
+
 #[test]
 fn lost_outbound_packets_are_detected_while_the_peer_sends() {
     let mut sim = Simulation::new();

@@ -99,6 +99,9 @@ impl Attempt {
         let failed = |stage, reason: &str| failed(stage, reason, &connection);
         let (head, mut recv) = match response.await {
             Ok(response) => response.into_parts(),
+            Err(_) if permit.is_unsent() => {
+                return Err(failed(Stage::NotSent, "the request was not sent"));
+            }
             Err(error) => return Err(failed(stage_of(&error), &describe_h2_error(&error))),
         };
         let arrived = clock::now();

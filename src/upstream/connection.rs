@@ -90,6 +90,9 @@ pub struct Connection {
     pub moves: WatchMoves,
     /// See [`Effects::ask_others`].
     asks_others: Cell<bool>,
+    /// The first stream of which the apiserver cannot have read the request; `None` if that is not known, and while the
+    /// connection is open.
+    first_unsent: Cell<Option<u32>>,
     /// The waker of the driver task.
     driver: RefCell<Option<Waker>>,
     /// Notifies requests on this connection of each change that concerns them.
@@ -381,6 +384,11 @@ impl Connection {
     /// as a response usually takes, or for five. Each request counts once. To be called once in each `interval`.
     pub fn has_slow_response_heads(&self, interval: Duration, now: Instant) -> bool {
         self.machine.borrow_mut().has_slow_response_heads(interval, now)
+    }
+
+    /// Whether the apiserver cannot have read the request of this stream, and never will.
+    fn is_unsent(&self, stream: u32) -> bool {
+        self.first_unsent.get().is_some_and(|first| stream >= first)
     }
 
     /// Stops taking new streams. The connection closes when the open ones have ended.

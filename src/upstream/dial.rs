@@ -18,7 +18,7 @@ use h2::{Ping, PingPong};
 use jackstay_core::backends;
 use jackstay_core::receive_windows::ReceiveWindows;
 use jackstay_core::request::hygiene::MAX_RESPONSE_HEAD;
-use jackstay_net::frame_limiter::{FrameLimiter, PeerFrames};
+use jackstay_net::frame_limiter::{FrameLimiter, PeerFrames, SentHeads};
 use jackstay_net::tls::tls_error::{describe_alert_in, describe_server_handshake_error, tls_error};
 use jackstay_sys::clock;
 use jackstay_sys::process::resource_limits;
@@ -80,6 +80,8 @@ pub struct DialedConnection {
     pub for_one_request: bool,
     /// What the frames of the apiserver have shown.
     pub frames: PeerFrames,
+    /// Where the heads of requests are in what was sent.
+    pub heads: SentHeads,
     /// Reads the TCP statistics of the connection.
     pub observer: StreamObserver,
     /// Round-trip time of the first PING.
@@ -252,7 +254,9 @@ async fn first_pong(
 ) -> Result<DialedConnection, io::Error> {
     let certificate = certificate_hash(&stream);
     let (stream, uncork) = cork(stream);
+    let heads = SentHeads::new(observer.clone());
     let (stream, frames) = FrameLimiter::of_server(stream, max_streams as u32);
+    let stream = stream.noting_heads(heads.clone());
     let (send, mut h2) = h2::client::Builder::new()
         .initial_window_size(windows.stream)
         .initial_connection_window_size(windows.connection)
@@ -296,6 +300,7 @@ async fn first_pong(
         certificate,
         for_one_request: false,
         frames,
+        heads,
         observer,
         rtt,
     })

@@ -47,6 +47,7 @@ mod starting_servers;
 mod stream_capacity;
 mod token_users;
 mod unauthenticated;
+mod unsent_writes;
 mod upgrade;
 mod upstream_floods;
 mod upstream_load;

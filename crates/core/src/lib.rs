@@ -71,4 +71,5 @@ pub mod shared_etcd;
 pub mod takeover;
 pub mod tcp_info;
 pub mod tls_records;
+pub mod unsent_requests;
 pub mod watch;

@@ -56,6 +56,8 @@ pub struct TcpInfo {
     /// Bytes in the send queue that were never sent. The bytes of a packet that netfilter's output hook
     /// dropped count here, not in [`Self::unacked`].
     pub notsent_bytes: u32,
+    /// Bytes that were handed to the network, each once; `None` on kernels before Linux 4.19.
+    pub handed_over: Option<u64>,
     /// Segments with data sent, repeated ones included (RFC 4898 tcpEStatsPerfDataSegsOut, Linux 4.6);
     /// 0 on older kernels.
     pub data_segments_sent: u32,

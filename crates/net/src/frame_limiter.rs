@@ -19,7 +19,7 @@
 
 mod header_block;
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell, RefMut};
 use std::io;
 use std::pin::Pin;
 use std::rc::Rc;
@@ -30,7 +30,9 @@ use jackstay_core::frame_budgets::{Budgets, Peer};
 use jackstay_core::http2_frames::{
     ACK, CLIENT_PREFACE_LENGTH, FrameHeader, FramePart, FrameScanner, enhance_your_calm, frame_type,
 };
+use jackstay_core::unsent_requests::UnsentRequests;
 use jackstay_sys::clock;
+use jackstay_sys::sockets::tracked_stream::StreamObserver;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 pub use self::header_block::ChargeHeaders;
@@ -78,10 +80,30 @@ impl PeerFrames {
     }
 }
 
+/// Where the heads of requests are in the bytes that the kernel has taken. Clones share it.
+#[derive(Debug, Clone)]
+pub struct SentHeads {
+    requests: Rc<RefCell<UnsentRequests>>,
+    observer: StreamObserver,
+}
+
+impl SentHeads {
+    /// Those of a connection on which nothing was sent.
+    pub fn new(observer: StreamObserver) -> Self {
+        Self { requests: Rc::default(), observer }
+    }
+
+    /// The ledger.
+    pub fn requests(&self) -> RefMut<'_, UnsentRequests> {
+        self.requests.borrow_mut()
+    }
+}
+
 /// The stream of an HTTP/2 connection whose frames are limited.
 #[derive(Debug)]
 pub struct FrameLimiter<T> {
     io: T,
+    heads: Option<SentHeads>,
     received: FrameScanner,
     sent: FrameScanner,
     budgets: Budgets,
@@ -127,6 +149,7 @@ impl<T> FrameLimiter<T> {
         };
         let limiter = Self {
             io,
+            heads: None,
             received: FrameScanner::new(received),
             sent: FrameScanner::new(sent),
             budgets: Budgets::new(peer, max_streams, clock::now()),
@@ -146,6 +169,12 @@ impl<T> FrameLimiter<T> {
     pub fn charging_headers(mut self, largest: usize, charge: ChargeHeaders) -> Self {
         self.block.set_charge(largest, charge);
         self
+    }
+
+    /// Notes the heads of the requests that are sent.
+    #[must_use]
+    pub fn noting_heads(self, heads: SentHeads) -> Self {
+        Self { heads: Some(heads), ..self }
     }
 
     /// The wrapped stream.
@@ -173,10 +202,21 @@ impl<T> FrameLimiter<T> {
         })
     }
 
-    fn count_sent(&mut self, bytes: &[u8]) {
-        let Self { sent, budgets, .. } = self;
+    /// What the kernel has taken.
+    fn accepted(&self) -> u64 {
+        self.heads.as_ref().map_or(0, |heads| heads.observer.bytes_written())
+    }
+
+    /// Counts the frames in bytes that were passed on. `accepted`: what the kernel had taken before.
+    fn count_sent(&mut self, bytes: &[u8], accepted: u64) {
+        let Self { sent, budgets, heads, .. } = self;
         let Ok(()) = sent.scan(bytes, |header| {
             budgets.sent(header);
+            if header.frame_type == frame_type::HEADERS
+                && let Some(heads) = heads
+            {
+                heads.requests().head_written(header.stream, accepted);
+            }
             Ok::<_, std::convert::Infallible>(())
         });
     }
@@ -248,8 +288,9 @@ impl<T: AsyncWrite + Unpin> AsyncWrite for FrameLimiter<T> {
         buf: &[u8],
     ) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
+        let accepted = this.accepted();
         let written = ready!(Pin::new(&mut this.io).poll_write(cx, buf))?;
-        this.count_sent(&buf[..written]);
+        this.count_sent(&buf[..written], accepted);
         Poll::Ready(Ok(written))
     }
 
@@ -259,11 +300,12 @@ impl<T: AsyncWrite + Unpin> AsyncWrite for FrameLimiter<T> {
         bufs: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
+        let accepted = this.accepted();
         let written = ready!(Pin::new(&mut this.io).poll_write_vectored(cx, bufs))?;
         let mut left = written;
         for buf in bufs {
             let counted = left.min(buf.len());
-            this.count_sent(&buf[..counted]);
+            this.count_sent(&buf[..counted], accepted);
             left -= counted;
         }
         Poll::Ready(Ok(written))

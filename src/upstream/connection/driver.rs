@@ -23,7 +23,8 @@ use jackstay_core::connection::{
 use jackstay_core::line_pacing::LinePacing;
 use jackstay_core::pool::ConnectionKey;
 use jackstay_core::tcp_info::TcpInfo;
-use jackstay_net::frame_limiter::PeerFrames;
+use jackstay_core::unsent_requests::SendProgress;
+use jackstay_net::frame_limiter::{PeerFrames, SentHeads};
 use jackstay_net::http2_error::{
     describe_end, describe_h2_error, describe_write_error, is_ping_complaint,
 };
@@ -66,6 +67,7 @@ impl Connection {
             certificate: _,
             for_one_request,
             frames,
+            heads,
             observer,
             rtt,
         } = established;
@@ -105,6 +107,7 @@ impl Connection {
             receiving: ReceivingStreams::default(),
             moves: WatchMoves::default(),
             asks_others: Cell::new(false),
+            first_unsent: Cell::default(),
             driver: RefCell::new(None),
             changed: Notify::new(),
             pool,
@@ -118,6 +121,7 @@ impl Connection {
             windows: WindowUpdates::new(line, frames.clone()),
             frames,
             uncork,
+            heads,
             observer,
             pacing: LinePacing::watched(),
             bytes_read: 0,
@@ -156,6 +160,7 @@ struct Driver {
     /// Its `poll_ready` fails after a GOAWAY, which h2 does not report otherwise.
     goaway: SendRequest<Bytes>,
     frames: PeerFrames,
+    heads: SentHeads,
     uncork: Uncork<UpstreamStream>,
     observer: StreamObserver,
     windows: WindowUpdates,
@@ -191,6 +196,7 @@ impl Driver {
                 (machine.is_end_due(), machine.ping_outstanding(), machine.wake_at())
             };
             if end_due {
+                self.keep_unsent();
                 self.connection.input(ConnectionMachine::end_if_due);
                 return Poll::Ready(());
             }
@@ -316,6 +322,23 @@ impl Driver {
         self.connection.execute(effects, "");
     }
 
+    fn progress(&self, info: &TcpInfo) -> SendProgress {
+        SendProgress::new(self.observer.bytes_written(), info)
+    }
+
+    /// The connection is dead. Finds out which requests were not sent and keeps the kernel from sending them, before those
+    /// that wait for responses learn it.
+    fn keep_unsent(&self) {
+        let progress = || Some(self.progress(&self.observer.tcp_info().ok()?));
+        let requests = self.heads.requests();
+        if progress().is_some_and(|progress| requests.may_be_unsent(&progress))
+            && self.observer.socket().forbid_sending().is_ok()
+            && let Some(last) = progress()
+        {
+            self.connection.first_unsent.set(requests.first_unsent(&last));
+        }
+    }
+
     /// Checks the health and sets the timer. Returns the state.
     ///
     /// The caller has just polled h2, which reads the socket until it is empty, tokio's budget is spent or
@@ -325,6 +348,7 @@ impl Driver {
         let tcp = self.observer.tcp_info().ok();
         if let Some(info) = &tcp {
             self.pace(info, clock::now());
+            self.heads.requests().observe(&self.progress(info));
         }
         let connection = &self.connection;
         let ping_limit = connection.endpoint.ping_limit();
@@ -336,6 +360,9 @@ impl Driver {
             machine.expect_delay(line_delay);
             machine.check(tcp.as_ref(), clock::now())
         });
+        if connection.state() == ConnectionState::Dead {
+            self.keep_unsent();
+        }
         if effects.probe_kernel {
             let _ = self.observer.send_keepalive_probe();
         }

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use bytes::Bytes;
 use h2::client::ResponseFuture;
-use h2::{RecvStream, SendStream, StreamId};
+use h2::{RecvStream, SendStream};
 use http::Request;
 use jackstay_core::connection::Stream;
 use jackstay_sys::clock;
@@ -20,7 +20,7 @@ impl Connection {
         if self.for_one_request {
             self.drain(DrainReason::TokenRefused);
         }
-        Permit { connection: Rc::clone(self), stream, received: None }
+        Permit { connection: Rc::clone(self), stream, id: 0, received: false }
     }
 }
 
@@ -29,8 +29,10 @@ impl Connection {
 pub struct Permit {
     connection: Rc<Connection>,
     stream: Stream,
-    /// The stream, if its body is received piece by piece.
-    received: Option<StreamId>,
+    /// The number of the stream; 0 before it is opened.
+    id: u32,
+    /// Its body is received piece by piece.
+    received: bool,
 }
 
 impl Permit {
@@ -49,8 +51,14 @@ impl Permit {
     ) -> Result<(ResponseFuture, SendStream<Bytes>), h2::Error> {
         // A clone has no pending stream of its own, so h2 accepts the request at once.
         let opened = self.connection.send.clone().send_request(request, end_of_stream)?;
+        self.id = opened.0.stream_id().as_u32();
         self.connection.step(|machine| machine.opened(&mut self.stream));
         Ok(opened)
+    }
+
+    /// Whether the connection has ended, and the apiserver cannot have read the request and never will.
+    pub fn is_unsent(&self) -> bool {
+        self.connection.is_unsent(self.id)
     }
 
     /// Records that the response head arrived. Its latency is a sample, except for a watch, whose head
@@ -73,8 +81,8 @@ impl Permit {
 
     /// The body of the response is received piece by piece from `recv`, which is dropped together with this.
     pub fn receives(&mut self, recv: &mut RecvStream) {
-        if self.received.is_none() {
-            self.received = Some(self.connection.receiving.add(recv));
+        if !std::mem::replace(&mut self.received, true) {
+            self.connection.receiving.add(self.id, recv);
         }
     }
 
@@ -92,8 +100,8 @@ impl Permit {
 
 impl Drop for Permit {
     fn drop(&mut self) {
-        if let Some(stream) = self.received {
-            self.connection.receiving.remove(stream);
+        if self.received {
+            self.connection.receiving.remove(self.id);
         }
         self.connection.input(|machine| machine.release(&mut self.stream, clock::now()));
     }

@@ -4,23 +4,20 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 
 use super::line_windows::Held;
-use h2::{FlowControl, RecvStream, StreamId};
+use h2::{FlowControl, RecvStream};
 
 /// The open streams with long bodies, by their number.
 #[derive(Debug, Default)]
-pub(super) struct ReceivingStreams(RefCell<HashMap<StreamId, FlowControl>>);
+pub(super) struct ReceivingStreams(RefCell<HashMap<u32, FlowControl>>);
 
 impl ReceivingStreams {
     /// Adds a stream, which stays open until it is removed.
-    pub(super) fn add(&self, stream: &mut RecvStream) -> StreamId {
-        let flow = stream.flow_control().clone();
-        let number = flow.stream_id();
-        self.0.borrow_mut().insert(number, flow);
-        number
+    pub(super) fn add(&self, number: u32, stream: &mut RecvStream) {
+        self.0.borrow_mut().insert(number, stream.flow_control().clone());
     }
 
     /// Removes a stream whose body is dropped.
-    pub(super) fn remove(&self, number: StreamId) {
+    pub(super) fn remove(&self, number: u32) {
         let removed = self.0.borrow_mut().remove(&number);
         drop(removed);
     }

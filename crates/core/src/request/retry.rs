@@ -61,7 +61,8 @@ pub const ATTEMPTS: u32 = 5;
 /// How far an attempt got before it failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stage {
-    /// Connect or TLS failed, or the stream was not opened.
+    /// Connect or TLS failed, the stream was not opened, or the kernel was kept from sending its head
+    /// ([`crate::unsent_requests`]).
     NotSent,
     /// The apiserver has not processed the request. It says so by `REFUSED_STREAM`, by a GOAWAY with a lower
     /// last stream id, or by one of the two responses that kube-apiserver sends before any handler runs

@@ -389,6 +389,7 @@ impl End {
             bytes_acked: self.bytes_acked,
             bytes_received: 0,
             receive_rtt: Duration::ZERO,
+            handed_over: None,
             notsent_bytes: self.unsent_bytes,
             data_segments_sent: socket.data_segments_out,
             send_window: Some(self.window),

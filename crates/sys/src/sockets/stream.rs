@@ -457,6 +457,17 @@ impl SocketRef {
         }
     }
 
+    /// See [`tcp_options::forbid_sending`].
+    ///
+    /// # Errors
+    /// What the kernel returns; `Unsupported` in a simulation.
+    pub fn forbid_sending(&self) -> io::Result<()> {
+        match self {
+            Self::Kernel(descriptor) => tcp_options::forbid_sending(descriptor),
+            Self::Virtual(_) => Err(io::ErrorKind::Unsupported.into()),
+        }
+    }
+
     /// See [`tcp_options::bound_in_flight`].
     ///
     /// # Errors

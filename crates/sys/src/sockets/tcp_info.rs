@@ -13,6 +13,8 @@ const TCP_CLOSE: u8 = 7;
 const AFTER_FIN: [u8; 4] = [8, 9, 11, 6];
 /// Length of the structure up to and including `tcpi_data_segs_out` (Linux 4.6).
 const MIN_LENGTH: usize = offset_of!(libc::tcp_info, tcpi_data_segs_out) + size_of::<u32>();
+/// Length of the structure up to and including `tcpi_bytes_retrans` (Linux 4.19).
+const LENGTH_WITH_SENT: usize = offset_of!(libc::tcp_info, tcpi_bytes_retrans) + size_of::<u64>();
 /// Length of the structure up to and including `tcpi_snd_wnd` (Linux 5.4).
 const LENGTH_WITH_WINDOW: usize = offset_of!(libc::tcp_info, tcpi_snd_wnd) + size_of::<u32>();
 
@@ -47,6 +49,7 @@ pub fn read(socket: &impl AsRawFd) -> io::Result<TcpInfo> {
     #[allow(unsafe_code)]
     let raw = unsafe { raw.assume_init() };
     let has_window = len >= LENGTH_WITH_WINDOW;
+    let handed_over = raw.tcpi_bytes_sent.wrapping_sub(raw.tcpi_bytes_retrans);
     Ok(TcpInfo {
         closed: raw.tcpi_state == TCP_CLOSE,
         ended: AFTER_FIN.contains(&raw.tcpi_state),
@@ -69,6 +72,7 @@ pub fn read(socket: &impl AsRawFd) -> io::Result<TcpInfo> {
         data_segments_in: raw.tcpi_data_segs_in,
         out_of_order: raw.tcpi_rcv_ooopack,
         notsent_bytes: raw.tcpi_notsent_bytes,
+        handed_over: (len >= LENGTH_WITH_SENT).then_some(handed_over),
         data_segments_sent: raw.tcpi_data_segs_out,
         send_window: has_window.then_some(raw.tcpi_snd_wnd),
     })

@@ -169,6 +169,19 @@ fn set_option(
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
+/// Keeps the kernel from sending anything more on a connection: it is bound to an interface that does not exist, so that no
+/// route is found (`SO_BINDTOIFINDEX`, Linux 5.7 without privileges).
+///
+/// # Errors
+/// What `setsockopt(2)` returns. Then the connection sends as before.
+pub fn forbid_sending(socket: &impl AsRawFd) -> io::Result<()> {
+    /// From `asm-generic/socket.h`.
+    const SO_BINDTOIFINDEX: libc::c_int = 62;
+    /// Interfaces are numbered from 1 on.
+    const NONE: libc::c_int = 0x7fff_fff0;
+    set_option(socket, (libc::SOL_SOCKET, SO_BINDTOIFINDEX), NONE)
+}
+
 /// Closes a connection with RST instead of FIN (`SO_LINGER` of zero, socket(7)), so that the peer
 /// does not take it for the end of complete data.
 pub fn close_with_reset(stream: TcpStream) {

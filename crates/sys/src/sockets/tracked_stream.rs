@@ -1,4 +1,4 @@
-//! A TCP stream that counts received bytes and whose `TCP_INFO` stays readable while TLS and HTTP own the
+//! A TCP stream that counts the bytes of both directions and whose `TCP_INFO` stays readable while TLS and HTTP own the
 //! stream.
 //!
 //! The two halves share one descriptor by a reference count within a thread. A duplicate descriptor would cost
@@ -11,7 +11,7 @@ use std::rc::Rc;
 use std::task::{Context, Poll, ready};
 
 use jackstay_core::tcp_info::TcpInfo;
-use tokio::io::{AsyncRead, ReadBuf};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 use super::stream::{SocketRef, TcpStream};
 
@@ -27,11 +27,16 @@ pub struct StreamObserver(Rc<Inner>);
 struct Inner {
     stream: RefCell<TcpStream>,
     bytes_read: Cell<u64>,
+    bytes_written: Cell<u64>,
 }
 
 /// Splits a stream into the half for I/O and the half for its state.
 pub fn track(stream: impl Into<TcpStream>) -> (TrackedStream, StreamObserver) {
-    let inner = Rc::new(Inner { stream: RefCell::new(stream.into()), bytes_read: Cell::new(0) });
+    let inner = Rc::new(Inner {
+        stream: RefCell::new(stream.into()),
+        bytes_read: Cell::default(),
+        bytes_written: Cell::default(),
+    });
     (TrackedStream(Rc::clone(&inner)), StreamObserver(inner))
 }
 
@@ -39,6 +44,11 @@ impl StreamObserver {
     /// Bytes received so far.
     pub fn bytes_read(&self) -> u64 {
         self.0.bytes_read.get()
+    }
+
+    /// Bytes that the kernel has taken so far.
+    pub fn bytes_written(&self) -> u64 {
+        self.0.bytes_written.get()
     }
 
     /// Reads `TCP_INFO`.
@@ -95,7 +105,47 @@ impl AsyncRead for TrackedStream {
     }
 }
 
-delegate_async_write!(TrackedStream, |this| &mut *this.0.stream.borrow_mut());
+impl TrackedStream {
+    fn count_written(&self, written: &Poll<io::Result<usize>>) {
+        if let Poll::Ready(Ok(written)) = written {
+            self.0.bytes_written.set(self.0.bytes_written.get() + *written as u64);
+        }
+    }
+}
+
+impl AsyncWrite for TrackedStream {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        let written = Pin::new(&mut *self.0.stream.borrow_mut()).poll_write(cx, buf);
+        self.count_written(&written);
+        written
+    }
+
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let written = Pin::new(&mut *self.0.stream.borrow_mut()).poll_write_vectored(cx, bufs);
+        self.count_written(&written);
+        written
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        true
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut *self.0.stream.borrow_mut()).poll_flush(cx)
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut *self.0.stream.borrow_mut()).poll_shutdown(cx)
+    }
+}
 
 #[cfg(test)]
 mod tests {
@@ -118,7 +168,10 @@ mod tests {
         io.write_all(&[1; 1 << 10]).await.unwrap();
         let mut got = vec![0; 1 << 10];
         peer.read_exact(&mut got).await.unwrap();
-        assert!(observer.tcp_info().unwrap().bytes_acked >= 1);
+        assert_eq!(observer.bytes_written(), 1 << 10);
+        let info = observer.tcp_info().unwrap();
+        assert!(info.bytes_acked >= 1);
+        assert_eq!(info.handed_over, Some(1 << 10));
 
         drop(io);
         drop(observer);

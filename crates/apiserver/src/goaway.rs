@@ -2,12 +2,18 @@
 //! `startGracefulShutdown`): later streams are not processed. hyper first sends one that allows all streams. Two
 //! limits: header blocks of later streams do not enter the table of the HPACK decoder, so a client must not refer to
 //! them in trailers, and the bytes of their bodies do not return to the window of the connection.
+//!
+//! After the last response, the connection stays open for [`LINGER`] or until the client closes it, and what the client sends
+//! is read (`goAwayTimeout` there): the kernel resets a connection that is closed with unread bytes, and then the response
+//! does not arrive as a whole.
 
 use std::io;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
+use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::time::{Sleep, sleep};
 
 const FRAME_HEADER: usize = 9;
 const HEADERS: u8 = 1;
@@ -16,6 +22,8 @@ const GOAWAY: u8 = 7;
 const PREFACE: usize = 24;
 /// Bytes that are read at once.
 const CHUNK: usize = 16 << 10;
+/// How long a connection stays open after its last response.
+const LINGER: Duration = Duration::from_secs(1);
 
 /// The bytes of an HTTP/2 connection under its frames.
 pub(super) struct LastStream<S> {
@@ -28,6 +36,7 @@ pub(super) struct LastStream<S> {
     is_ending: bool,
     received: Vec<u8>,
     unwritten: Vec<u8>,
+    linger: Option<Pin<Box<Sleep>>>,
 }
 
 /// Finds the frames of one direction.
@@ -93,6 +102,7 @@ impl<S> LastStream<S> {
             is_ending: false,
             received: Vec::new(),
             unwritten: Vec::new(),
+            linger: None,
         }
     }
 
@@ -129,6 +139,22 @@ impl<S: AsyncWrite + Unpin> LastStream<S> {
     }
 }
 
+impl<S: AsyncRead + Unpin> LastStream<S> {
+    /// Reads until the client has closed the connection, or the time is over.
+    fn poll_linger(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        let timer = self.linger.get_or_insert_with(|| Box::pin(sleep(LINGER)));
+        loop {
+            let mut chunk = [0; CHUNK];
+            let mut chunk = ReadBuf::new(&mut chunk);
+            match Pin::new(&mut self.inner).poll_read(cx, &mut chunk) {
+                Poll::Ready(Ok(())) if !chunk.filled().is_empty() => {}
+                Poll::Ready(_) => return Poll::Ready(()),
+                Poll::Pending => return timer.as_mut().poll(cx),
+            }
+        }
+    }
+}
+
 impl<S: AsyncRead + Unpin> AsyncRead for LastStream<S> {
     fn poll_read(
         mut self: Pin<&mut Self>,
@@ -151,7 +177,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for LastStream<S> {
     }
 }
 
-impl<S: AsyncWrite + Unpin> AsyncWrite for LastStream<S> {
+impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for LastStream<S> {
     fn poll_write(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -173,6 +199,9 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for LastStream<S> {
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         ready!(self.poll_unwritten(cx))?;
+        if self.is_ending {
+            ready!(self.poll_linger(cx));
+        }
         Pin::new(&mut self.inner).poll_shutdown(cx)
     }
 }

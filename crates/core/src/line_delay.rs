@@ -15,7 +15,8 @@
 //! | a long queue | the delay counts |
 //! | only round trips shorter than [`SHORT_QUEUE`], the last one after the delay began | it does not: bytes pass the line |
 //!
-//! An apiserver that acknowledges late, whatever the reason, thus delays verdicts about itself only.
+//! An apiserver that acknowledges late, whatever the reason, thus delays verdicts about itself only, while another one is
+//! quick. An endpoint on this host, or behind another line, is always quick, so beside it each endpoint counts for itself.
 //!
 //! The kernel sends bytes again whose round trip is longer than its retransmission timeout. It then knows how long they took
 //! from TCP time stamps only (RFC 7323, section 4; the default of Linux). Without them, deadlines stay as they are.

@@ -186,7 +186,7 @@ fn line_delay_is_shown_while_it_lasts_and_only_at_endpoints_that_are_late() {
         delays
     };
     look(&late, second + Duration::from_millis(1), start);
-    assert_eq!(delays(start), [second; 2], "nobody else shows the line");
+    assert_eq!(delays(start), [second; 2], "the other endpoint has shown no round trip");
     look(&other, Duration::from_millis(2), start + second);
     assert_eq!(delays(start + second), [second, Duration::ZERO]);
     assert_eq!(delays(start + 20 * second), [Duration::ZERO; 2]);

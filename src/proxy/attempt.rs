@@ -94,7 +94,8 @@ impl Attempt {
         expected: Expected<'_>,
     ) -> Result<UpstreamResponse, FailedAttempt> {
         let Self { mut permit, response, upload } = self;
-        let sent_at = expected.group.map(|_| clock::now());
+        let extension = expected.group.filter(|group| group.is_extension());
+        let sent_at = extension.map(|_| clock::now());
         let connection = Rc::clone(permit.connection());
         let failed = |stage, reason: &str| failed(stage, reason, &connection);
         let (head, mut recv) = match response.await {
@@ -145,7 +146,7 @@ pub(super) struct Expected<'a> {
     pub(super) kind: RequestKind,
     /// Another endpoint is asked if the apiserver has not reached the version of the request.
     pub(super) has_versions: bool,
-    /// `None` if the API group of the request is built in.
+    /// `None` if the request is not one of an API group.
     pub(super) group: Option<&'a GroupRequest>,
 }
 
@@ -174,7 +175,7 @@ impl<'a> PossibleRejection<'a> {
             Stage::GroupFailed => false,
             _ => is_short(&head.headers),
         });
-        Self { stage, group: group.filter(|_| may_be_signal) }
+        Self { stage, group: group.filter(|group| may_be_signal && group.is_extension()) }
     }
 
     /// The longest body of such a rejection in bytes; `None` if the response is none.

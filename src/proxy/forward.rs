@@ -88,7 +88,7 @@ pub struct ForwardedRequest {
     pub resource_versions: Option<Box<RequestVersions>>,
     /// The client of a watch receives gzip if the apiserver compresses it.
     pub gzip_for_client: bool,
-    /// `None` if its API group is built in.
+    /// `None` if it is not one of an API group.
     pub group: Option<Box<GroupRequest>>,
     /// The versions of apiservers that it prefers.
     pub versions: PreferredVersions,
@@ -123,9 +123,7 @@ impl ForwardedRequest {
         mut outcome: Box<Outcome>,
     ) -> impl Future<Output = ForwardResult> {
         self.upstream.deposit();
-        if self.group.is_some() {
-            self.upstream.group_budget.deposit_for_group();
-        }
+        self.deposit_for_group();
         async move {
             let requested_at = outcome.started;
             let timeout = self.watch.as_ref().and_then(|watch| watch.timeout);

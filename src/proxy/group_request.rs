@@ -1,4 +1,4 @@
-//! What a request of an API group that is not built in keeps, for [`super::forward`].
+//! What the request of an API group keeps, for [`super::forward`].
 
 use std::cell::{Cell, RefCell};
 use std::time::Instant;
@@ -7,33 +7,70 @@ use http::{HeaderMap, StatusCode};
 use jackstay_core::group_health::{self, GroupSignal};
 use jackstay_core::pool::EndpointKey;
 use jackstay_core::request::info::{RequestInfo, first_value, is_built_in_group};
+use jackstay_core::request::late_reads::is_quick;
 use jackstay_sys::clock;
 
 use crate::upstream::group_failures::GroupProbe;
 
-/// A request of a group that is not built in.
-#[derive(Debug, Default)]
+/// The request of an API group.
+#[derive(Debug)]
 pub struct GroupRequest {
+    served: Served,
     /// When the first attempt of the round was sent.
     sent_at: Cell<Option<Instant>>,
+    /// The last hedge, and when it was sent.
+    hedge: Cell<Option<(usize, Instant)>>,
     /// The attempts of the round whose response heads have arrived, one bit each.
     heads: Cell<u8>,
     /// The attempt that shows whether the group works again at an endpoint, if one is.
     probe: RefCell<Option<GroupProbe>>,
     /// Tokens that the request has taken from the budget of groups.
     tokens: Cell<u8>,
-    /// The client sets the time limit of the apiserver, which may be too short for any.
-    has_timeout: bool,
+}
+
+/// By whom the group of a request is served.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Served {
+    /// By the apiserver itself. `is_object`: the request gets one object.
+    BuiltIn { is_object: bool },
+    /// By another server, or with the help of one. `has_timeout`: the client sets the time limit of the apiserver, which may
+    /// be too short for any.
+    Extension { has_timeout: bool },
 }
 
 impl GroupRequest {
-    /// `None` if the group of the request is built in.
+    /// `None` if the request is not one of a group.
     pub fn of(info: &RequestInfo) -> Option<Box<Self>> {
-        if is_built_in_group(info.api_group()) {
+        let served = if !is_built_in_group(info.api_group()) {
+            Served::Extension { has_timeout: first_value(info.query(), "timeout").is_some() }
+        } else if info.is_resource() {
+            Served::BuiltIn { is_object: info.gets_object() }
+        } else {
             return None;
-        }
-        let has_timeout = first_value(info.query(), "timeout").is_some();
-        Some(Box::new(Self { has_timeout, ..Self::default() }))
+        };
+        Some(Box::new(Self {
+            served,
+            sent_at: Cell::default(),
+            hedge: Cell::default(),
+            heads: Cell::default(),
+            probe: RefCell::default(),
+            tokens: Cell::default(),
+        }))
+    }
+
+    /// By whom it is served.
+    pub fn served(&self) -> Served {
+        self.served
+    }
+
+    /// Whether the apiserver itself does not serve the group alone.
+    pub fn is_extension(&self) -> bool {
+        matches!(self.served, Served::Extension { .. })
+    }
+
+    /// The name under which the failures of the group are remembered.
+    pub fn name<'a>(&self, info: &'a RequestInfo) -> &'a str {
+        if self.is_extension() { info.api_group() } else { group_health::BUILT_IN }
     }
 
     /// What a response with this head and body shows of the group ([`group_health::signal_of`]).
@@ -43,14 +80,30 @@ impl GroupRequest {
         headers: &HeaderMap,
         body: &[u8],
     ) -> Option<GroupSignal> {
-        group_health::signal_of(status, headers, body, self.has_timeout)
+        let Served::Extension { has_timeout } = self.served else { return None };
+        group_health::signal_of(status, headers, body, has_timeout)
     }
 
     /// The first attempt of a round is sent. It is this probe, if it is one.
     pub fn sent(&self, probe: Option<GroupProbe>) {
         self.sent_at.set(Some(clock::now()));
+        self.hedge.set(None);
         self.heads.set(0);
         self.probe.replace(probe);
+    }
+
+    /// A hedge is sent.
+    pub fn hedge_sent(&self, attempt: usize) {
+        self.hedge.set(Some((attempt, clock::now())));
+    }
+
+    /// Whether this attempt is a hedge that was answered quickly ([`is_quick`]).
+    pub fn is_quick_hedge(&self, attempt: usize) -> bool {
+        let Some(((hedge, hedged_at), sent_at)) = self.hedge.get().zip(self.sent_at.get()) else {
+            return false;
+        };
+        let since = |at| clock::elapsed(at);
+        hedge == attempt && is_quick(since(hedged_at), since(sent_at))
     }
 
     /// The response head of an attempt has arrived.

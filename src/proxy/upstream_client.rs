@@ -16,6 +16,7 @@ use http::response;
 use jackstay_core::admission::ByteBudget;
 use jackstay_core::endpoint_condition::{self, EndpointCondition, has_ready_besides};
 use jackstay_core::pool::EndpointKey;
+use jackstay_core::request::late_reads::LateReads;
 use jackstay_core::request::retry_budget::RetryBudget;
 use jackstay_core::request::start_up;
 use jackstay_sys::clock;
@@ -45,8 +46,10 @@ pub struct UpstreamClient {
     pub hedge_budget: RetryBudget,
     /// Limits the requests that are sent to another endpoint after a rejection for overload.
     pub rejected_budget: RetryBudget,
-    /// Limits the requests that are sent again because their API group fails at an endpoint.
+    /// Limits the requests that are sent again because their API group, which is not built in, fails at an endpoint.
     pub group_budget: RetryBudget,
+    /// When reads of built-in groups are late, and how many are asked of another endpoint, too.
+    pub late_reads: LateReads,
     /// The endpoints that have rejected a request for overload, each with the time until which it is not asked instead
     /// of another one.
     rejecting: RefCell<Vec<(EndpointKey, Instant)>>,
@@ -78,6 +81,7 @@ impl UpstreamClient {
             pool,
             rejected_budget: RetryBudget::rejected(),
             group_budget: RetryBudget::groups(),
+            late_reads: LateReads::default(),
             rejecting: RefCell::default(),
             body_budget,
             warnings: RateLimitedWarnings::new(WARNING_INTERVAL),
@@ -132,6 +136,13 @@ impl UpstreamClient {
         rejecting.retain(|(other, until)| *until > now && *other != endpoint);
         rejecting.push((endpoint, now + pause));
         rejecting.iter().map(|(endpoint, _)| *endpoint).collect()
+    }
+
+    /// The endpoints that have rejected a request for overload, and are not asked instead of another one.
+    pub fn rejecting(&self) -> Vec<EndpointKey> {
+        let (now, rejecting) = (clock::now(), self.rejecting.borrow());
+        let asked_later = rejecting.iter().filter(|(_, until)| *until > now);
+        asked_later.map(|(endpoint, _)| *endpoint).collect()
     }
 
     /// Whether an endpoint that is not in `excluded` is ready.

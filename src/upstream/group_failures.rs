@@ -1,15 +1,14 @@
 //! The API groups of one upstream that fail at some of its endpoints, and the admission webhooks that some cannot reach
 //! ([`jackstay_core::group_health`]).
 //!
-//! All workers share them. While no group fails, a request reads one flag; otherwise, a request of a group that is not built
-//! in takes a mutex.
+//! All workers share them. While no group fails, a request reads one flag; otherwise, it takes a mutex.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use jackstay_core::group_health::{GroupFailure, GroupHealth, GroupNews};
+use jackstay_core::group_health::{BUILT_IN, GroupFailure, GroupHealth, GroupNews};
 use jackstay_core::pool::EndpointKey;
 use jackstay_sys::clock;
 use jackstay_sys::utc::{Utc, wall_clock};
@@ -261,7 +260,9 @@ fn report(group: &str, endpoint: &str, (fails, reason): (bool, &str), to: Report
         from,
         to: now,
         reason,
-        effect: if fails {
+        effect: if fails && group == BUILT_IN {
+            "their requests prefer other endpoints"
+        } else if fails {
             "its requests prefer other endpoints; built-in groups are not affected"
         } else {
             "its requests use the endpoint again"

@@ -13,6 +13,7 @@ use hyper::body::Incoming;
 use hyper::client::conn::http1;
 use hyper::ext::on_informational;
 use hyper_util::rt::TokioIo;
+use jackstay_core::group_health::remembered_name;
 use jackstay_core::request::hygiene::{FIELD_OVERHEAD, MAX_RESPONSE_HEAD};
 use jackstay_net::tls::certificate::Subject;
 use jackstay_sys::clock;
@@ -119,7 +120,7 @@ pub async fn open(
     drop(config);
     // Without a usable endpoint the client receives its error as soon as for any other request.
     let limit = if upstream.is_usable() { base } else { base.min(UNAVAILABLE_AFTER) };
-    let avoided = upstream.group_failures.avoided(group);
+    let avoided = upstream.group_failures.avoided(remembered_name(group));
     let mut candidates: Vec<_> = upstream
         .endpoints()
         .iter()

@@ -24,6 +24,7 @@ mod heartbeats;
 mod hostile_upstream;
 mod identity;
 mod kubectl;
+mod late_reads;
 mod limited_pings;
 mod limits;
 mod line_windows;

@@ -2,10 +2,12 @@
 
 import http.client
 import json
+import signal
 import time
 import uuid
 from collections import Counter
 
+from kubernetes import RELEASE
 from rig import log, wait_for
 from workers import Client, WatchWorker, Worker
 
@@ -117,6 +119,42 @@ class Renewals:
             self.case.assertEqual(failed, [])
             self.case.assertEqual([time for time, count in self.shown.items() if count > 1], [], "carried out twice")
         return max(holder.slowest for holder in self.holders)
+
+
+class ClientGoLeaders:
+    """Controller managers that hardly do more than lead, each with a lease of its own and the defaults of leader election. One that loses its
+    lease exits."""
+
+    def __init__(self, case, server):
+        self.case = case
+        config = case.rig.kubeconfig("leaders", server, cert=case.rig.admin_cert)
+        self.leaders = []
+        for index in range(LEADERS):
+            name = f"client-go-leader-{index}"
+            process = case.rig.run(name, [
+                RELEASE.program("kube-controller-manager"), f"--kubeconfig={config}", "--controllers=bootstrap-signer-controller", "--leader-elect",
+                f"--leader-elect-resource-name={name}", "--secure-port=0", "--v=2"])
+            case.addCleanup(process.stop, signal.SIGKILL)
+            self.leaders.append((name, process))
+        for name, process in self.leaders:
+            wait_for(f"{name} to lead", lambda p=process: p.require_running() or "successfully acquired lease" in self.text(p), 30)
+
+    @staticmethod
+    def text(process):
+        return process.logfile.read_text(errors="replace")
+
+    def finish(self, what):
+        """All lead as before, and no renewal has failed."""
+        for name, process in self.leaders:
+            with self.case.subTest(f"{what}: {name}"):
+                process.require_running()
+                # `tryAcquireOrRenew` and `renew` in k8s.io/client-go/tools/leaderelection.
+                failed = [line for line in self.text(process).splitlines()
+                          if any(text in line for text in ("Failed to update lock", "error retrieving resource lock", "failed to renew lease"))]
+                self.case.assertEqual(failed, [])
+        log(f"    {what}: {len(self.leaders)} leaders of client-go renewed their leases")
+        for _, process in self.leaders:
+            process.stop(signal.SIGKILL)
 
 
 class LeaseWatch(WatchWorker):

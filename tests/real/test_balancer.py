@@ -157,7 +157,7 @@ class BalancerCase(LoadCase):
         self.fault("SIGSTOP of one", lambda: self.victim().pause(), seconds=12, counted=False, busy=6, delay=6)
 
     def cut_off_from_etcd(self):
-        self.fault("one cut off from etcd", lambda: self.rig.faults.drop_etcd(self.victim().name), CUT, slowest_read=3.5, busy=3)
+        self.fault("one cut off from etcd", lambda: self.rig.faults.drop_etcd(self.victim().name), CUT, slowest_read=0.25, busy=3)
 
     def arriving(self):
         """New connections while one apiserver is dark: running jackstays get their first tokens, and another jackstay starts."""

@@ -88,16 +88,16 @@ class Encodings(ExtraCase, unittest.TestCase):
 
     @long_form("test_sigkill_of_one")
     def test_all_packets_of_one_dropped(self):
-        self.run_fault("all packets of one apiserver dropped", lambda: self.rig.faults.drop_address(self.victim().address), slowest_read=0.6)
+        self.run_fault("all packets of one apiserver dropped", lambda: self.rig.faults.drop_address(self.victim().address), slowest_read=0.25)
 
     def test_flows_dropped(self):
         for hook in ("input", "output") if LONG else ("input",):
-            self.run_fault(f"packets of every flow dropped in {hook}", lambda: self.drop_flows(hook), slowest_read=0.6)
+            self.run_fault(f"packets of every flow dropped in {hook}", lambda: self.drop_flows(hook), slowest_read=0.25)
 
     @long_form("test_flows_dropped")
     def test_flows_dropped_in_one_direction(self):
         for direction, hook in (("from", "input"), ("to", "input"), ("from", "output"), ("to", "output")):
-            self.run_fault(f"the same in {hook}, only {direction} the apiservers", lambda: self.drop_flows(hook, directions=(direction,)), slowest_read=0.6)
+            self.run_fault(f"the same in {hook}, only {direction} the apiservers", lambda: self.drop_flows(hook, directions=(direction,)), slowest_read=0.25)
 
     @long_form("test_sigkill_of_one")
     def test_without_etcd(self):
@@ -110,7 +110,7 @@ class Encodings(ExtraCase, unittest.TestCase):
         try:
             wait_for("the endpoints to be ready", lambda: all(e["state"] == "ready" for e in self.endpoints().values()), 30)
             self.run_fault("`/readyz` of one apiserver fails, and its requests hang", lambda: self.rig.faults.drop_etcd(self.victim().name),
-                           lasting=True, slowest_read=3.5, busy=4, delay=4)
+                           lasting=True, slowest_read=0.25, busy=4, delay=4)
         finally:
             self.jackstay.stop()
             self.jackstay = usual

@@ -25,6 +25,9 @@
 //! | fails or is suspected, in its pause | prefer other endpoints | the pause is over: *due* |
 //! | due | one safe request prefers it, the probe; all others as in the pause | its answer: *works*; its failure: *fails*, for twice the pause, at most [`LONGEST_PAUSE`] |
 //!
+//! The built-in groups count as one, [`BUILT_IN`], of which only silence is remembered: an apiserver that has lost its etcd
+//! does not answer what another one does ([`crate::request::late_reads`]).
+//!
 //! If a group fails at all endpoints, its requests prefer none. Each is sent once, and its client gets the response of the
 //! apiserver. Any answer to a request that was sent after the last failure ends the failure. If the group fails again within
 //! twice the pause, the pause goes on growing.
@@ -37,6 +40,15 @@ use http::{HeaderMap, StatusCode, header};
 use crate::backoff::Backoff;
 use crate::lag::current_of_too_large;
 use crate::pool::EndpointKey;
+use crate::request::info::is_built_in_group;
+
+/// The name of the built-in groups together. No group can have it: groups are DNS names.
+pub const BUILT_IN: &str = "(built-in)";
+
+/// The name under which failures of a group are remembered.
+pub fn remembered_name(group: &str) -> &str {
+    if is_built_in_group(group) { BUILT_IN } else { group }
+}
 
 /// How long a safe request of a group that is not built in waits for its response head before another endpoint is asked,
 /// too. Longer for a group that is usually slower.
@@ -495,7 +507,8 @@ impl GroupHealth {
     }
 
     fn may_remember(&self, group: &str) -> bool {
-        self.0.contains_key(group) || group.len() <= MAX_NAME && self.0.len() < MAX_GROUPS
+        let is_known = group == BUILT_IN || self.0.contains_key(group);
+        is_known || group.len() <= MAX_NAME && self.0.len() < MAX_GROUPS
     }
 
     /// Forgets what does not count any more.

@@ -171,7 +171,8 @@ impl<'a, 'p> Execution<'a, 'p> {
                 if self.progress.attempts.is_hedged_as_slow() {
                     for silent in 0..attempt {
                         if let Some(connection) = self.slots.connection(silent) {
-                            self.request.record_silent_group((silent, connection), &response);
+                            self.request
+                                .record_silent_group((silent, connection), (attempt, &response));
                         }
                     }
                 }

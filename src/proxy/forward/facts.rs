@@ -97,8 +97,10 @@ impl Facts<Rc<Connection>> for RequestFacts<'_> {
     }
 
     fn take_group_token(&self, late: Option<usize>) -> Option<Vec<EndpointKey>> {
-        let connections = (0..MAX_PARALLEL).filter_map(|attempt| self.connection_of(attempt));
-        self.request.take_group_token(late, connections.map(|one| one.endpoint.key()))
+        let connection = |attempt| self.connection_of(attempt);
+        let late = late.and_then(|attempt| Some((attempt, connection(attempt)?)));
+        let waiting = (0..MAX_PARALLEL).filter_map(connection).map(|one| one.endpoint.key());
+        self.request.take_group_token(late, waiting)
     }
 
     fn may_ask_unavailable_group(&self) -> bool {

@@ -1,5 +1,5 @@
-//! The API group of a request that is not built in: which endpoints it prefers, how long it waits for its head, and what its
-//! responses show ([`crate::upstream::group_failures`]).
+//! The API group of a request: which endpoints it prefers, how long it waits for its head, and what its responses show
+//! ([`crate::upstream::group_failures`]).
 
 use std::rc::Rc;
 use std::sync::Arc;
@@ -9,12 +9,13 @@ use http::StatusCode;
 use jackstay_core::group_health::{GroupFailure, GroupSignal, SLOW_HEAD, reason};
 use jackstay_core::pool::EndpointKey;
 use jackstay_core::request::info::RequestKind;
-use jackstay_core::request::retry;
-use jackstay_core::request::retry::Stage;
+use jackstay_core::request::retry::{self, Stage};
+use jackstay_core::request::retry_budget::RetryBudget;
 use jackstay_sys::clock;
 
 use super::{ForwardedRequest, Progress};
 use crate::proxy::attempt::FailedAttempt;
+use crate::proxy::group_request::{GroupRequest, Served};
 use crate::proxy::upstream_client::UpstreamResponse;
 use crate::upstream::connection::Connection;
 use crate::upstream::endpoint::Endpoint;
@@ -25,14 +26,30 @@ impl ForwardedRequest {
         &self.upstream.pool.upstream().group_failures
     }
 
+    /// The budget of requests to another endpoint because of the group.
+    fn budget_of(&self, group: &GroupRequest) -> &RetryBudget {
+        match group.served() {
+            Served::BuiltIn { is_object } => self.upstream.late_reads.budget(is_object),
+            Served::Extension { .. } => &self.upstream.group_budget,
+        }
+    }
+
+    /// Adds the share of the request to the budget.
+    pub(super) fn deposit_for_group(&self) {
+        if let Some(group) = &self.group {
+            self.budget_of(group).deposit_less();
+        }
+    }
+
     /// The endpoints that the request does not prefer because of its group. `may_probe`: the attempt may be the probe.
     pub(super) fn avoided(&self, may_probe: bool) -> Vec<EndpointKey> {
-        if self.group.is_none() || !self.group_failures().any_fails() {
+        let failures = self.group_failures();
+        let Some(group) = self.group.as_ref().filter(|_| failures.any_fails()) else {
             return Vec::new();
-        }
+        };
         let may_probe =
-            may_probe && retry::may_hedge(self.info.kind) && self.upstream.group_budget.has_token();
-        let (failures, name) = (self.group_failures(), self.info.api_group());
+            may_probe && retry::may_hedge(self.info.kind) && self.budget_of(group).has_token();
+        let name = group.name(&self.info);
         match may_probe.then(|| failures.due(name)).flatten() {
             Some(due) => {
                 let endpoints = self.upstream.pool.upstream().endpoints();
@@ -46,45 +63,70 @@ impl ForwardedRequest {
     /// How long the request waits for its response head before another endpoint is asked, too; `None` if it only waits.
     pub(super) fn head_wait(&self) -> Option<Duration> {
         let group = self.group.as_ref().filter(|_| retry::may_hedge(self.info.kind))?;
-        Some(self.group_failures().head_wait(self.info.api_group(), group.probed()))
+        Some(match group.served() {
+            Served::BuiltIn { is_object } => {
+                self.upstream.late_reads.check_interval(is_object, clock::now())
+            }
+            Served::Extension { .. } => {
+                self.group_failures().head_wait(group.name(&self.info), group.probed())
+            }
+        })
     }
 
     /// Called when an attempt is sent to this endpoint. A hedge is no probe.
     pub(super) fn sent_to_group(&self, attempt: usize, endpoint: &Endpoint) {
-        let Some(group) = self.group.as_ref().filter(|_| attempt == 0) else { return };
+        let Some(group) = &self.group else { return };
+        if attempt > 0 {
+            return group.hedge_sent(attempt);
+        }
         let may_probe = retry::may_hedge(self.info.kind);
         let failures = self.group_failures();
-        let probe = may_probe.then(|| failures.sent(self.info.api_group(), endpoint.key()));
+        let probe = may_probe.then(|| failures.sent(group.name(&self.info), endpoint.key()));
         group.sent(probe.flatten());
     }
 
     /// Takes a token for an attempt at another endpoint, if one is ready at which the group does not fail. Returns those at
-    /// which it does, and those where attempts wait. `late`: the attempt whose response head is late.
+    /// which it does, and those where attempts wait. `late`: the attempt whose response head is late, and its connection.
     pub(super) fn take_group_token(
         &self,
-        late: Option<usize>,
+        late: Option<(usize, &Rc<Connection>)>,
         waiting: impl Iterator<Item = EndpointKey>,
     ) -> Option<Vec<EndpointKey>> {
         let group = self.group.as_ref()?;
-        if late.is_some_and(|attempt| group.has_head(attempt)) {
+        if late.is_some_and(|(attempt, _)| group.has_head(attempt)) {
             return None;
         }
-        let mut failing = self.group_failures().avoided(self.info.api_group());
+        let mut failing = self.group_failures().avoided(group.name(&self.info));
+        if let Served::BuiltIn { is_object } = group.served() {
+            let ((_, connection), sent_at, now) = (late?, group.sent_at()?, clock::now());
+            let waited = now.saturating_duration_since(sent_at);
+            let is_suspected = failing.contains(&connection.endpoint.key());
+            let is_late = self.upstream.late_reads.is_late(is_object, waited, is_suspected, now);
+            if !is_late || connection.last_received() <= sent_at {
+                return None;
+            }
+            failing.extend(self.upstream.rejecting());
+        }
         failing.extend(waiting);
-        let is_taken =
-            self.upstream.has_ready_endpoint_besides(&failing) && self.upstream.group_budget.take();
-        group.count_token(is_taken);
-        is_taken.then_some(failing)
+        let is_left = self.upstream.has_ready_endpoint_besides(&failing);
+        self.take_token(|| is_left && self.budget_of(group).take()).then_some(failing)
     }
 
-    /// Whether the group was available a moment ago, and a token was taken.
+    /// Whether the group, which is not built in, was available a moment ago, and a token was taken.
     pub(super) fn may_ask_unavailable_group(&self) -> bool {
-        let Some(group) = &self.group else { return false };
         let (failures, api_group) = (self.group_failures(), self.info.api_group());
         let failing = failures.avoided(api_group);
         let is_disputed = !failing.is_empty() && self.upstream.has_ready_endpoint_besides(&failing);
-        let is_taken = failures.unavailable(api_group, is_disputed)
-            && self.upstream.group_budget.take_unreserved(is_disputed);
+        let budget = &self.upstream.group_budget;
+        self.take_token(|| {
+            failures.unavailable(api_group, is_disputed) && budget.take_unreserved(is_disputed)
+        })
+    }
+
+    /// Counts the token that `take` takes. Returns whether it did.
+    fn take_token(&self, take: impl FnOnce() -> bool) -> bool {
+        let Some(group) = &self.group else { return false };
+        let is_taken = take();
         group.count_token(is_taken);
         is_taken
     }
@@ -94,7 +136,7 @@ impl ForwardedRequest {
         if let Some(group) = &self.group
             && group.return_token()
         {
-            self.upstream.group_budget.release();
+            self.budget_of(group).release();
         }
     }
 
@@ -117,10 +159,11 @@ impl ForwardedRequest {
     pub(super) fn record_silent_group(
         &self,
         silent: (usize, &Rc<Connection>),
-        response: &UpstreamResponse,
+        response: (usize, &UpstreamResponse),
     ) {
-        let has_head = self.group.as_ref().is_none_or(|group| group.has_head(silent.0));
-        if !has_head && !response.head.status.is_server_error() {
+        let Some(group) = &self.group else { return };
+        let shows = group.is_extension() || group.is_quick_hedge(response.0);
+        if shows && !group.has_head(silent.0) && !response.1.head.status.is_server_error() {
             let reason = "no response, while another apiserver has answered";
             self.group_failed(&silent.1.endpoint, reason, true);
         }
@@ -130,7 +173,7 @@ impl ForwardedRequest {
         let Some(group) = &self.group else { return };
         let is_probe = group.take_probe(endpoint.key());
         let failure = GroupFailure { reason, is_silent, is_probe };
-        let (name, reporter) = (self.info.api_group(), self.upstream.pool.upstream().reporter());
+        let (name, reporter) = (group.name(&self.info), self.upstream.pool.upstream().reporter());
         self.group_failures().failed(name, endpoint, failure, reporter);
     }
 
@@ -170,11 +213,18 @@ impl ForwardedRequest {
         let sent_at = group.sent_at().unwrap_or(progress.requested_at);
         if group.probed().is_some() || self.group_failures().any_fails() {
             let is_probe = group.take_probe(endpoint.key());
-            let (name, sent) = (self.info.api_group(), (sent_at, is_probe));
+            let (name, sent) = (group.name(&self.info), (sent_at, is_probe));
             self.group_failures().answered(name, endpoint, sent, upstream.reporter());
         }
+        let is_hedged = progress.attempts.is_hedged_as_slow();
+        if let Served::BuiltIn { is_object } = group.served() {
+            if is_hedged && progress.attempts.hedges_sent() > 0 {
+                self.upstream.late_reads.answered(is_object, group.is_quick_hedge(attempt), now);
+            }
+            return;
+        }
         // A hedge of a late head that did not answer first has cost its token.
-        if attempt > 0 || !progress.attempts.is_hedged_as_slow() {
+        if attempt > 0 || !is_hedged {
             self.upstream.group_budget.release_all(group.take_tokens());
         }
         let latency = now.saturating_duration_since(sent_at);

@@ -32,7 +32,7 @@
 //! | stage | excluded | sent again if |
 //! |---|---|---|
 //! | *too old* | the endpoint | [`Facts::may_ask_other`] |
-//! | *rejected* | all that reject ([`Facts::record_rejection`]) | it is the first rejection, and [`Facts::may_ask_other`] |
+//! | *rejected* | all that reject ([`Facts::record_rejection`]) | it is the first rejection, no hedge of a late head was sent, and [`Facts::may_ask_other`] |
 //! | *starting* | those that are not asked ([`Facts::not_asked_after_refusal`]) | it is the first refusal, others may be asked, and there is a token for a hedge |
 //! | *group failed* | those at which the group fails | a ready one is left, and there is a token ([`Facts::take_group_token`]) |
 //! | *group unavailable* | none | after a pause, if the group was available a moment ago, at most [`MAX_UNAVAILABLE`] times, and there is a token ([`Facts::may_ask_unavailable_group`]); the number of rounds does not count |
@@ -511,7 +511,10 @@ impl<C> Attempts<C> {
                 let headers = failure.response.as_ref().map(|response| &response.0.headers);
                 let pause = headers.map_or(Duration::ZERO, overload_rejection::pause);
                 self.excluded.extend(facts.record_rejection(endpoint, pause));
+                // A hedge of a late head has asked another one already.
+                let has_asked_other = self.hedges.is_for_slow && self.hedges.sent > 0;
                 self.rejection.is_none()
+                    && !has_asked_other
                     && facts.may_ask_other(&self.excluded, OtherBudget::Rejected)
             }
             Stage::Starting if self.asked_longer_up => false,

@@ -274,6 +274,19 @@ impl RequestInfo {
         below.and_then(|below| below.split_once('/')).map_or("", |(group, _)| group)
     }
 
+    /// Whether the path is that of a resource or of something below it, not for example of discovery, health or metrics.
+    pub fn is_resource(&self) -> bool {
+        self.is_resource
+    }
+
+    /// Whether the request reads one object, and nothing below it.
+    pub fn gets_object(&self) -> bool {
+        self.verb == Verb::Get
+            && self.kind == RequestKind::Read
+            && self.name.start != self.name.end
+            && self.subresource.start == self.subresource.end
+    }
+
     fn part(&self, part: Span) -> &str {
         part.of(self.path())
     }

@@ -4,6 +4,7 @@ pub mod attempts;
 pub mod head_hold;
 pub mod hygiene;
 pub mod info;
+pub mod late_reads;
 pub mod overload_rejection;
 pub mod path_prefix;
 mod query;

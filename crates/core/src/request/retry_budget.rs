@@ -29,8 +29,12 @@ const GROUPS_BURST: usize = 128;
 const GROUPS_RESERVE: f64 = 112.0;
 /// The same while a group fails at one endpoint and works at another, so that it is available again soon.
 const DISPUTED_RESERVE: f64 = 32.0;
-/// Tokens that a request of a group that is not built in earns for such requests.
-const TOKENS_PER_GROUP_REQUEST: f64 = 0.05;
+/// Burst of late reads of an object: half of those that one connection carries.
+const LATE_OBJECTS_BURST: usize = 64;
+/// Burst of late lists and similar reads.
+const LATE_OTHERS_BURST: usize = 16;
+/// Tokens that a request earns for these three.
+const FEWER_TOKENS_PER_REQUEST: f64 = 0.05;
 /// Tokens that one request of a client earns.
 const TOKENS_PER_REQUEST: f64 = 0.1;
 
@@ -55,6 +59,16 @@ impl RetryBudget {
         Self::full(GROUPS_BURST)
     }
 
+    /// A budget for asking another endpoint, too, when the read of an object is late ([`super::late_reads`]).
+    pub fn late_objects() -> Self {
+        Self::full(LATE_OBJECTS_BURST)
+    }
+
+    /// The same for any other read.
+    pub fn late_others() -> Self {
+        Self::full(LATE_OTHERS_BURST)
+    }
+
     fn full(burst: usize) -> Self {
         Self { burst: burst as f64, tokens: Cell::new(burst as f64) }
     }
@@ -64,9 +78,9 @@ impl RetryBudget {
         self.add(TOKENS_PER_REQUEST);
     }
 
-    /// Adds the share of one request to a budget for groups.
-    pub fn deposit_for_group(&self) {
-        self.add(TOKENS_PER_GROUP_REQUEST);
+    /// Adds the share of one request to a budget that earns less: for groups, and for late reads.
+    pub fn deposit_less(&self) {
+        self.add(FEWER_TOKENS_PER_REQUEST);
     }
 
     /// Whether a token is left.
@@ -119,7 +133,7 @@ mod tests {
         }
         assert_eq!((0..1_000).filter(|_| budget.take()).count(), DISPUTED_RESERVE as usize);
         assert!(!budget.has_token());
-        (0..1_000).for_each(|_| budget.deposit_for_group());
+        (0..1_000).for_each(|_| budget.deposit_less());
         assert!(budget.has_token());
         let twentieth = (0..1_000).filter(|_| budget.take()).count();
         assert!((49..=51).contains(&twentieth), "{twentieth}");

@@ -92,8 +92,8 @@ pub(super) const SCENARIOS: &[Scenario] = &[
         sim: |seed| clients(seed).fault((seed % 3) as usize, FaultKind::Hang).at(start(seed)),
         time: Duration::from_secs(12),
         promises: Promises {
-            slowest_read: Duration::from_millis(3_500),
-            failed_writes: 16,
+            slowest_read: Duration::from_millis(250),
+            failed_writes: 4,
             slowest_write: Duration::from_secs(30),
             ..READS
         },

@@ -60,8 +60,8 @@ pub(super) const SCENARIOS: &[Scenario] = &[
         sim: |seed| faulty(seed, Balancer::UNCHECKED, FaultKind::Hang),
         time: Duration::from_secs(25),
         promises: Promises {
-            slowest_read: Duration::from_secs(2),
-            failed_writes: 16,
+            slowest_read: Duration::from_millis(300),
+            failed_writes: 4,
             slowest_write: Duration::from_secs(30),
             connects: SEARCHES,
             ..READS

@@ -45,7 +45,8 @@ pub trait Facts<C> {
 
     /// The endpoints that are not asked because the API group of the request fails there, if a ready one is left and the
     /// budget has a token, which this takes. `late`: the attempt whose response head is late; then those of the attempts
-    /// that wait are not asked either, and none is if that head has arrived.
+    /// that wait are not asked either, and none is if that head has arrived, or if the request may be slow everywhere
+    /// ([`crate::request::late_reads`]).
     fn take_group_token(&self, late: Option<usize>) -> Option<Vec<EndpointKey>>;
 
     /// Whether the API group was available a moment ago, and the budget has a token, which this takes.

@@ -1,0 +1,138 @@
+//! An apiserver that answers PINGs and health checks, but not reads of objects, as at first without etcd: another one is asked,
+//! and further requests avoid it.
+
+use crate::support::{CONFIGMAPS, Proxy, TestCluster, join_all, soon, until, without_suspicion};
+use http::Method;
+use jackstay_apiserver::client::Client;
+use jackstay_apiserver::faulty_relay::Direction;
+use std::pin::pin;
+use std::time::{Duration, Instant};
+use tokio::time::timeout;
+
+const OBJECT: &str = "/api/v1/namespaces/default/configmaps/settings";
+const BUILT_IN: &str = "(built-in)";
+/// Promised are 250 ms.
+const SLOWEST_READ: Duration = Duration::from_secs(1);
+
+struct Rig {
+    cluster: TestCluster,
+    proxy: Proxy,
+    client: Client,
+}
+
+impl Rig {
+    async fn start(servers: usize) -> Self {
+        let cluster = TestCluster::new(servers);
+        cluster.create_config_map("settings");
+        let proxy = cluster.start_with(without_suspicion).await;
+        let client = proxy.client().await;
+        Self { cluster, proxy, client }
+    }
+
+    /// The first server answers no requests for objects and lists.
+    fn hang(&self, hangs: bool) {
+        let paths: &[&str] = if hangs { &[OBJECT, CONFIGMAPS] } else { &[] };
+        self.cluster.servers[0].set_faults(|faults| faults.hang_paths = paths);
+    }
+
+    async fn read(&self, path: &str) -> Duration {
+        let start = Instant::now();
+        let reply = soon("a read", self.client.request(Method::GET, path, &[], "")).await.unwrap();
+        assert_eq!(reply.status, 200);
+        start.elapsed()
+    }
+
+    async fn read_at_once(&self, path: &str, reads: usize) -> Duration {
+        let times = join_all((0..reads).map(|_| self.read(path))).await;
+        times.into_iter().max().unwrap()
+    }
+
+    async fn hedges(&self) -> f64 {
+        let of = |outcome: &str| format!("jackstay_hedges_total{{outcome=\"{outcome}\"}}");
+        self.proxy.metric(&of("hedge")).await + self.proxy.metric(&of("original")).await
+    }
+
+    async fn failing_groups(&self) -> Vec<serde_json::Value> {
+        self.proxy.status().await["upstreams"][0]["failing_groups"].as_array().unwrap().clone()
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn reads_do_not_wait_for_an_apiserver_that_answers_no_object_and_writes_avoid_it() {
+    let rig = Rig::start(3).await;
+    rig.hang(true);
+    let slowest = rig.read_at_once(OBJECT, 12).await;
+    assert!(slowest < SLOWEST_READ, "{slowest:?}");
+    let before = rig.hedges().await;
+    assert!(before >= 1.0, "no read was sent to the apiserver");
+    for number in 0..60 {
+        let object = format!(r#"{{"metadata":{{"name":"new-{number}"}}}}"#);
+        let create = rig.client.request(Method::POST, CONFIGMAPS, &[], object);
+        assert_eq!(soon("a write", create).await.unwrap().status, 201);
+        assert!(rig.read(OBJECT).await < SLOWEST_READ);
+    }
+    // Only the first read after each pause of 1 s, 2 s, … asks it.
+    let hedged = rig.hedges().await - before;
+    assert!(hedged <= 6.0, "{hedged} of 60");
+    until("a probe fails", async || {
+        rig.read(OBJECT).await;
+        rig.failing_groups().await.iter().any(|failing| failing["group"] == BUILT_IN)
+    })
+    .await;
+    assert_eq!(rig.proxy.endpoint(rig.cluster.servers[0].addr).await["state"], "ready");
+    rig.hang(false);
+    until("the apiserver answers the probe", async || {
+        rig.read(OBJECT).await;
+        rig.failing_groups().await.is_empty()
+    })
+    .await;
+    assert!(rig.cluster.spread(&rig.client, "later", 90).await[0] > 0);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn lists_do_not_wait_for_an_apiserver_that_answers_none() {
+    let rig = Rig::start(3).await;
+    rig.hang(true);
+    let slowest = rig.read_at_once(CONFIGMAPS, 12).await;
+    assert!(slowest < SLOWEST_READ, "{slowest:?}");
+    assert!(rig.hedges().await >= 1.0, "no list was sent to the apiserver");
+}
+
+/// The slow answers come from etcd, which all apiservers share.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn apiservers_that_are_slow_together_get_few_reads_twice() {
+    for (path, at_once, most) in
+        [(OBJECT, 200, 64 + 10), (CONFIGMAPS, 200, 16 + 10), (OBJECT, 1, 3)]
+    {
+        let rig = Rig::start(2).await;
+        for server in &rig.cluster.servers {
+            server.set_faults(|faults| faults.delay = Duration::from_millis(700));
+        }
+        let rounds = if at_once == 1 { 6 } else { 1 };
+        for _ in 0..rounds {
+            rig.read_at_once(path, at_once).await;
+        }
+        let hedged = rig.hedges().await;
+        println!("{path}, {at_once} at once: {hedged} were asked twice");
+        assert!(hedged >= 1.0 && hedged <= f64::from(most), "{path}: {hedged}");
+        // Neither is suspected.
+        assert!(rig.failing_groups().await.is_empty());
+    }
+}
+
+/// The connection may be lost, which its PINGs show, and which says nothing about the apiserver.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn reads_on_a_silent_connection_are_not_late() {
+    let cluster = TestCluster::new(2);
+    cluster.create_config_map("settings");
+    let (relays, proxy) = cluster.start_behind_relays(without_suspicion).await;
+    let client = proxy.client().await;
+    let rig = Rig { cluster, proxy, client };
+    assert!(relays[0].silence_all(Direction::Both) > 0);
+    let mut reads = pin!(rig.read_at_once(OBJECT, 12));
+    assert!(timeout(2 * SLOWEST_READ, &mut reads).await.is_err(), "no read was sent there");
+    assert!(rig.hedges().await < 1.0);
+    relays[0].clear_faults();
+    soon("the responses that were held", reads).await;
+    assert!(rig.hedges().await < 1.0);
+}

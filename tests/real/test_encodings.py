@@ -110,7 +110,7 @@ class Encodings(ExtraCase, unittest.TestCase):
         try:
             wait_for("the endpoints to be ready", lambda: all(e["state"] == "ready" for e in self.endpoints().values()), 30)
             self.run_fault("`/readyz` of one apiserver fails, and its requests hang", lambda: self.rig.faults.drop_etcd(self.victim().name),
-                           lasting=True, slowest_read=0.25, busy=4, delay=4)
+                           lasting=True, renewal=4.5, slowest_read=0.25, busy=4, delay=4)
         finally:
             self.jackstay.stop()
             self.jackstay = usual

@@ -8,6 +8,7 @@ use jackstay_core::group_health::{self, GroupSignal};
 use jackstay_core::pool::EndpointKey;
 use jackstay_core::request::info::{RequestInfo, first_value, is_built_in_group};
 use jackstay_core::request::late_reads::is_quick;
+use jackstay_core::request::retry;
 use jackstay_sys::clock;
 
 use crate::upstream::group_failures::GroupProbe;
@@ -68,9 +69,14 @@ impl GroupRequest {
         matches!(self.served, Served::Extension { .. })
     }
 
-    /// The name under which the failures of the group are remembered.
-    pub fn name<'a>(&self, info: &'a RequestInfo) -> &'a str {
-        if self.is_extension() { info.api_group() } else { group_health::BUILT_IN }
+    /// Whether the answer to the request may show that the group works ([`group_health::asks_etcd`]).
+    pub fn may_probe(&self, info: &RequestInfo) -> bool {
+        retry::may_hedge(info.kind) && (self.is_extension() || group_health::asks_etcd(info))
+    }
+
+    /// Whether a response with this status shows that the group works.
+    pub fn works_by(&self, info: &RequestInfo, status: StatusCode) -> bool {
+        self.is_extension() || group_health::shows_etcd(status) && group_health::asks_etcd(info)
     }
 
     /// What a response with this head and body shows of the group ([`group_health::signal_of`]).

@@ -89,6 +89,47 @@ async fn reads_do_not_wait_for_an_apiserver_that_answers_no_object_and_writes_av
     assert!(rig.cluster.spread(&rig.client, "later", 90).await[0] > 0);
 }
 
+/// Its watch cache answers lists of any version without etcd, and it answers at once that a resource does not exist.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn answers_that_need_no_etcd_do_not_end_the_suspicion() {
+    let rig = Rig::start(3).await;
+    let first = &rig.cluster.servers[0];
+    first.set_faults(|faults| faults.hang_paths = &[OBJECT]);
+    let is_suspected = async || {
+        let failing = rig.failing_groups().await;
+        failing.iter().find(|failing| failing["group"] == BUILT_IN).cloned()
+    };
+    until("a probe fails", async || {
+        rig.read(OBJECT).await;
+        is_suspected().await.is_some()
+    })
+    .await;
+    until("the next probe may be sent", async || {
+        is_suspected().await.is_some_and(|failing| failing["probe_in_s"] == 0.0)
+    })
+    .await;
+    let before = rig.hedges().await;
+    let get = async |path: &str| {
+        let get = rig.client.request(Method::GET, path, &[], "");
+        soon("a request that needs no etcd", get).await.unwrap().status
+    };
+    for _ in 0..12 {
+        assert_eq!(get(&format!("{CONFIGMAPS}?resourceVersion=0")).await, 200);
+        assert_eq!(get("/apis/policy/v1beta1/podsecuritypolicies/restricted").await, 404);
+        assert!(is_suspected().await.is_some());
+    }
+    let slowest = rig.read_at_once(OBJECT, 12).await;
+    assert!(slowest < SLOWEST_READ, "{slowest:?}");
+    let hedged = rig.hedges().await - before;
+    assert!(hedged <= 1.0, "{hedged} reads were sent there beside the probe");
+    rig.hang(false);
+    until("the apiserver answers the probe", async || {
+        rig.read(OBJECT).await;
+        is_suspected().await.is_none()
+    })
+    .await;
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn lists_do_not_wait_for_an_apiserver_that_answers_none() {
     let rig = Rig::start(3).await;

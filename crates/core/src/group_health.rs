@@ -26,7 +26,8 @@
 //! | due | one safe request prefers it, the probe; all others as in the pause | its answer: *works*; its failure: *fails*, for twice the pause, at most [`LONGEST_PAUSE`] |
 //!
 //! The built-in groups count as one, [`BUILT_IN`], of which only silence is remembered: an apiserver that has lost its etcd
-//! does not answer what another one does ([`crate::request::late_reads`]).
+//! does not answer what another one does ([`crate::request::late_reads`]). It still answers much from its caches, so only
+//! requests that etcd must answer ([`asks_etcd`]) are probes and end the failure.
 //!
 //! If a group fails at all endpoints, its requests prefer none. Each is sent once, and its client gets the response of the
 //! apiserver. Any answer to a request that was sent after the last failure ends the failure. If the group fails again within
@@ -40,7 +41,8 @@ use http::{HeaderMap, StatusCode, header};
 use crate::backoff::Backoff;
 use crate::lag::current_of_too_large;
 use crate::pool::EndpointKey;
-use crate::request::info::is_built_in_group;
+use crate::reads::form::ReadForm;
+use crate::request::info::{RequestInfo, is_built_in_group};
 
 /// The name of the built-in groups together. No group can have it: groups are DNS names.
 pub const BUILT_IN: &str = "(built-in)";
@@ -48,6 +50,19 @@ pub const BUILT_IN: &str = "(built-in)";
 /// The name under which failures of a group are remembered.
 pub fn remembered_name(group: &str) -> &str {
     if is_built_in_group(group) { BUILT_IN } else { group }
+}
+
+/// Whether an apiserver that has lost its etcd does not answer this request of a built-in group with success
+/// ([`shows_etcd`]). Events may have an etcd of their own (`--etcd-servers-overrides`).
+pub fn asks_etcd(info: &RequestInfo) -> bool {
+    let is_event = || ["", "events.k8s.io"].iter().any(|group| info.is_about(group, "events", ""));
+    info.is_resource() && ReadForm::of(info).is_some_and(ReadForm::needs_etcd) && !is_event()
+}
+
+/// Whether an apiserver has read etcd for a response with this status to such a request. Many requests are rejected without
+/// etcd, for example with 404 for a resource that the apiserver does not know.
+pub fn shows_etcd(status: StatusCode) -> bool {
+    status.is_success() || status == StatusCode::CONFLICT
 }
 
 /// How long a safe request of a group that is not built in waits for its response head before another endpoint is asked,

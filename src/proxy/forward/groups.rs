@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use http::StatusCode;
-use jackstay_core::group_health::{GroupFailure, GroupSignal, SLOW_HEAD, reason};
+use jackstay_core::group_health::{self, GroupFailure, GroupSignal, SLOW_HEAD, reason};
 use jackstay_core::pool::EndpointKey;
 use jackstay_core::request::info::RequestKind;
 use jackstay_core::request::retry::{self, Stage};
@@ -24,6 +24,11 @@ use crate::upstream::group_failures::GroupFailures;
 impl ForwardedRequest {
     fn group_failures(&self) -> &Arc<GroupFailures> {
         &self.upstream.pool.upstream().group_failures
+    }
+
+    /// The name under which the failures of the group are remembered.
+    fn remembered_group(&self) -> &str {
+        group_health::remembered_name(self.info.api_group())
     }
 
     /// The budget of requests to another endpoint because of the group.
@@ -48,8 +53,8 @@ impl ForwardedRequest {
             return Vec::new();
         };
         let may_probe =
-            may_probe && retry::may_hedge(self.info.kind) && self.budget_of(group).has_token();
-        let name = group.name(&self.info);
+            may_probe && group.may_probe(&self.info) && self.budget_of(group).has_token();
+        let name = self.remembered_group();
         match may_probe.then(|| failures.due(name)).flatten() {
             Some(due) => {
                 let endpoints = self.upstream.pool.upstream().endpoints();
@@ -68,7 +73,7 @@ impl ForwardedRequest {
                 self.upstream.late_reads.check_interval(is_object, clock::now())
             }
             Served::Extension { .. } => {
-                self.group_failures().head_wait(group.name(&self.info), group.probed())
+                self.group_failures().head_wait(self.remembered_group(), group.probed())
             }
         })
     }
@@ -79,9 +84,9 @@ impl ForwardedRequest {
         if attempt > 0 {
             return group.hedge_sent(attempt);
         }
-        let may_probe = retry::may_hedge(self.info.kind);
         let failures = self.group_failures();
-        let probe = may_probe.then(|| failures.sent(group.name(&self.info), endpoint.key()));
+        let may_probe = failures.any_fails() && group.may_probe(&self.info);
+        let probe = may_probe.then(|| failures.sent(self.remembered_group(), endpoint.key()));
         group.sent(probe.flatten());
     }
 
@@ -96,7 +101,7 @@ impl ForwardedRequest {
         if late.is_some_and(|(attempt, _)| group.has_head(attempt)) {
             return None;
         }
-        let mut failing = self.group_failures().avoided(group.name(&self.info));
+        let mut failing = self.group_failures().avoided(self.remembered_group());
         if let Served::BuiltIn { is_object } = group.served() {
             let ((_, connection), sent_at, now) = (late?, group.sent_at()?, clock::now());
             let waited = now.saturating_duration_since(sent_at);
@@ -173,7 +178,7 @@ impl ForwardedRequest {
         let Some(group) = &self.group else { return };
         let is_probe = group.take_probe(endpoint.key());
         let failure = GroupFailure { reason, is_silent, is_probe };
-        let (name, reporter) = (group.name(&self.info), self.upstream.pool.upstream().reporter());
+        let (name, reporter) = (self.remembered_group(), self.upstream.pool.upstream().reporter());
         self.group_failures().failed(name, endpoint, failure, reporter);
     }
 
@@ -213,8 +218,10 @@ impl ForwardedRequest {
         let sent_at = group.sent_at().unwrap_or(progress.requested_at);
         if group.probed().is_some() || self.group_failures().any_fails() {
             let is_probe = group.take_probe(endpoint.key());
-            let (name, sent) = (group.name(&self.info), (sent_at, is_probe));
-            self.group_failures().answered(name, endpoint, sent, upstream.reporter());
+            if group.works_by(&self.info, head.status) {
+                let (name, sent) = (self.remembered_group(), (sent_at, is_probe));
+                self.group_failures().answered(name, endpoint, sent, upstream.reporter());
+            }
         }
         let is_hedged = progress.attempts.is_hedged_as_slow();
         if let Served::BuiltIn { is_object } = group.served() {

@@ -1,4 +1,6 @@
 use super::*;
+use crate::request::path_prefix::PathPrefix;
+use http::{Method, Request};
 
 const A: EndpointKey = EndpointKey(1);
 const B: EndpointKey = EndpointKey(2);
@@ -258,4 +260,44 @@ fn groups_are_bounded_and_forgotten_with_their_endpoints() {
     assert_eq!(health.retain(&[B], before), []);
     assert_eq!(health.retain(&[B], now + MEMORY), [("g1".into(), B)]);
     assert!(!health.any_fails());
+}
+
+#[test]
+fn built_in_groups_are_shown_by_what_etcd_must_answer() {
+    let info = |method: Method, target| {
+        let request = Request::builder().method(method).uri(target).body(()).unwrap();
+        RequestInfo::new(&request.into_parts().0, &PathPrefix::default())
+    };
+    for (method, target, expected) in [
+        (Method::GET, "/api/v1/nodes/n", true),
+        (Method::GET, "/api/v1/nodes/n?resourceVersion=", true),
+        (Method::GET, "/api/v1/nodes/n?resourceVersion=0", false),
+        (Method::GET, "/api/v1/nodes/n?resourceVersion=7", false),
+        (Method::GET, "/api/v1/nodes", true),
+        (Method::GET, "/api/v1/nodes?limit=500", true),
+        (Method::GET, "/api/v1/nodes?resourceVersion=0", false),
+        (Method::GET, "/api/v1/nodes?limit=500&continue=abc", false),
+        (Method::GET, "/api/v1/nodes?watch=1", false),
+        (Method::GET, "/api/v1/namespaces/a/pods/p/log", false),
+        (Method::GET, "/api/v1/namespaces/a/events/e", false),
+        (Method::POST, "/apis/events.k8s.io/v1/namespaces/a/events", false),
+        (Method::PUT, "/apis/coordination.k8s.io/v1/namespaces/a/leases/l", true),
+        (Method::PATCH, "/api/v1/nodes/n/status", true),
+        (Method::PUT, "/api/v1/nodes/n/status?dryRun=All", false),
+        (Method::POST, "/apis/authorization.k8s.io/v1/subjectaccessreviews", false),
+        (Method::GET, "/version", false),
+    ] {
+        assert_eq!(asks_etcd(&info(method.clone(), target)), expected, "{method} {target}");
+    }
+    for (status, expected) in [
+        (200, true),
+        (201, true),
+        (409, true),
+        (404, false),
+        (422, false),
+        (429, false),
+        (500, false),
+    ] {
+        assert_eq!(shows_etcd(StatusCode::from_u16(status).unwrap()), expected, "{status}");
+    }
 }

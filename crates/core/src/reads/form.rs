@@ -190,6 +190,12 @@ impl ReadForm {
         )
     }
 
+    /// Whether it succeeds only if the apiserver reaches etcd. The cache answers a most-recent list, too, but asks etcd for
+    /// the revision first (apiserver, `storage/cacher/cacher.go`, `GetList`).
+    pub fn needs_etcd(self) -> bool {
+        matches!(self, Self::MostRecentGet | Self::MostRecentList | Self::Write)
+    }
+
     /// The version that a watch cache must have reached to answer the request; 0 for any. The bookmarks of a watch say
     /// nothing about objects that its selector excludes, so they count for lists and watches only.
     pub fn needed(self, floor: FloorVersions) -> u64 {

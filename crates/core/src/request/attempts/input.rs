@@ -30,8 +30,8 @@ pub enum AttemptInput<C> {
     Failed { attempt: usize, failure: AttemptFailure<C> },
     /// The request should not rely on the connection of this attempt alone ([`Awaited::Trouble`]).
     Troubled { attempt: usize },
-    /// The safe request has waited for its response head for the time of [`crate::request::late_reads::LateReads::check_interval`]
-    /// or
+    /// The safe request has waited for its response head for one
+    /// [`crate::request::late_reads::LateReads::check_interval`], or for the time of
     /// [`crate::group_health::GroupHealth::head_wait`], and its connection is not in trouble ([`Awaited::Trouble`]).
     Slow { attempt: usize },
     /// The pause after a failed hedge is over, and the connection is in trouble ([`Awaited::Loss`]).

@@ -3,9 +3,13 @@
 
 use crate::support::{CONFIGMAPS, Proxy, TestCluster, join_all, soon, until, without_suspicion};
 use http::Method;
+use jackstay_apiserver::ScriptedResponse;
 use jackstay_apiserver::client::Client;
 use jackstay_apiserver::faulty_relay::Direction;
 use std::pin::pin;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 use tokio::time::timeout;
 
@@ -47,9 +51,12 @@ impl Rig {
         times.into_iter().max().unwrap()
     }
 
+    async fn hedges_of(&self, outcome: &str) -> f64 {
+        self.proxy.metric(&format!("jackstay_hedges_total{{outcome=\"{outcome}\"}}")).await
+    }
+
     async fn hedges(&self) -> f64 {
-        let of = |outcome: &str| format!("jackstay_hedges_total{{outcome=\"{outcome}\"}}");
-        self.proxy.metric(&of("hedge")).await + self.proxy.metric(&of("original")).await
+        self.hedges_of("hedge").await + self.hedges_of("original").await
     }
 
     async fn failing_groups(&self) -> Vec<serde_json::Value> {
@@ -176,4 +183,25 @@ async fn reads_on_a_silent_connection_are_not_late() {
     relays[0].clear_faults();
     soon("the responses that were held", reads).await;
     assert!(rig.hedges().await < 1.0);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn late_reads_are_not_asked_of_an_apiserver_that_rejects_for_overload() {
+    let rig = Rig::start(2).await;
+    let rejected = Arc::new(AtomicU64::new(0));
+    let [slow, overloaded] = &rig.cluster.servers[..] else { unreachable!("two servers") };
+    slow.set_faults(|faults| faults.delay = Duration::from_millis(700));
+    let count = Arc::clone(&rejected);
+    overloaded.set_faults(|faults| {
+        faults.on_request = Some(Arc::new(move |request| {
+            (request.uri.path() == OBJECT).then(|| {
+                count.fetch_add(1, Relaxed);
+                ScriptedResponse::text(429, "Too many requests, please try again later.\n")
+                    .header("retry-after", "30")
+            })
+        }));
+    });
+    rig.read_at_once(OBJECT, 12).await;
+    assert!(rejected.load(Relaxed) >= 1, "no read was sent there");
+    assert!(rig.hedges().await + rig.hedges_of("failed").await < 1.0);
 }

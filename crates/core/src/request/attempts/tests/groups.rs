@@ -66,6 +66,10 @@ fn step_hedges_a_late_head_of_a_group_on_another_endpoint() {
     let others = steps![late(1), granted(2), late(2), granted(3), late(3), responded(3)];
     let expected = "Group, HedgeLate 2, Send 2, Group, HedgeLate 3, Send 3, Group, Wait, Respond 3";
     check_hedged(others, &format!("{expected} | hedge hedge hedge"));
+    // Two apiservers that reject for overload are enough.
+    let rejected = |attempt| failed(attempt, Stage::Rejected, 429);
+    let both = steps![rejected(0), rejected(1)];
+    check_hedged(both, "Wait, Record 2, Rejection 429 | failed");
     // Another endpoint is asked if the hedge has failed, or had no stream.
     let failed_hedge = failed(1, Stage::GroupFailed, 503);
     let again = steps![failed_hedge, slow(), granted(1), responded(1)];

@@ -79,6 +79,12 @@ impl GroupRequest {
         self.is_extension() || group_health::shows_etcd(status) && group_health::asks_etcd(info)
     }
 
+    /// Whether the silence of another endpoint shows that the group fails there, after this attempt was answered. A read of
+    /// the watch cache may wait for a version.
+    pub fn is_shown_by_silence(&self, info: &RequestInfo, answered: usize) -> bool {
+        self.is_extension() || self.is_quick_hedge(answered) && group_health::asks_etcd(info)
+    }
+
     /// What a response with this head and body shows of the group ([`group_health::signal_of`]).
     pub fn signal_of(
         &self,

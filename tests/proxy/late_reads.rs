@@ -205,3 +205,14 @@ async fn late_reads_are_not_asked_of_an_apiserver_that_rejects_for_overload() {
     assert!(rejected.load(Relaxed) >= 1, "no read was sent there");
     assert!(rig.hedges().await + rig.hedges_of("failed").await < 1.0);
 }
+
+/// Its response head may wait for the watch cache, for 3 s with Kubernetes 1.36.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn watch_that_waits_for_its_response_head_is_not_late() {
+    let rig = Rig::start(2).await;
+    rig.hang(true);
+    let path = format!("{CONFIGMAPS}?watch=1");
+    let watches = join_all((0..12).map(|_| rig.client.watch(&path)));
+    assert!(timeout(SLOWEST_READ, watches).await.is_err(), "no watch was sent there");
+    assert!(rig.hedges().await < 1.0);
+}

@@ -144,19 +144,14 @@ class OtherEtcd(RigCase, unittest.TestCase):
         self.server = jackstay.server
         wait_for("both endpoints to be ready", lambda: states(jackstay) == ["ready"] * 2, 20)
         watchers = [AnyWatch(self, token) for token in ADMIN_TOKENS.values()]
-
-        def least_watches():
-            return min(endpoint["watches"] for endpoint in endpoints(jackstay).values())
         # One after the other: the first connection would take all watches that wait for one.
         for number, watcher in enumerate(watchers, 1):
             watcher.start()
             wait_for("its watch", lambda: sum(endpoint["watches"] for endpoint in endpoints(jackstay).values()) >= number, 10)
             wait_for("connections to both", lambda: all(
                 any("token" in connection["class"] for connection in endpoint["connections"]) for endpoint in endpoints(jackstay).values()), 10)
-            if number >= len(watchers) // 2 and not least_watches():
-                # One was slow when it was asked first, on a busy machine. Its latency decays by a factor of e in 10 s.
-                time.sleep(5)
-        self.assertGreater(least_watches(), 0)
+        least_watches = min(endpoint["watches"] for endpoint in endpoints(jackstay).values())
+        self.assertGreater(least_watches, 0, endpoints(jackstay))
         for writer in writers:
             writer.start()
         begun = time.monotonic()

@@ -49,12 +49,12 @@ impl LineDelays {
     /// A round trip to `endpoint` has just taken longer than the shortest one, by `queue`.
     pub fn record(&mut self, endpoint: EndpointKey, queue: Duration, now: Instant) {
         self.forget(now);
-        if !self.0.iter().any(|(key, _)| *key == endpoint) {
+        let known = self.0.iter().position(|(key, _)| *key == endpoint);
+        let at = known.unwrap_or_else(|| {
             self.0.push((endpoint, Shown::new(now)));
-        }
-        for (_, shown) in self.0.iter_mut().filter(|(key, _)| *key == endpoint) {
-            shown.record(queue, now);
-        }
+            self.0.len() - 1
+        });
+        self.0[at].1.record(queue, now);
     }
 
     /// By how much answers of `endpoint` may be late.

@@ -65,17 +65,17 @@ impl ForwardedRequest {
         }
     }
 
-    /// How long the request waits for its response head before another endpoint is asked, too; `None` if it only waits.
+    /// How long the request waits for its response head before another endpoint is asked, too; `None` if it only waits. That
+    /// of a watch may wait for the watch cache or for the first event, that of a log for the kubelet.
     pub(super) fn head_wait(&self) -> Option<Duration> {
         let group = self.group.as_ref().filter(|_| retry::may_hedge(self.info.kind))?;
-        Some(match group.served() {
-            Served::BuiltIn { is_object } => {
-                self.upstream.late_reads.check_interval(is_object, clock::now())
-            }
+        match group.served() {
+            Served::BuiltIn { is_object } => (self.info.kind == RequestKind::Read)
+                .then(|| self.upstream.late_reads.check_interval(is_object, clock::now())),
             Served::Extension { .. } => {
-                self.group_failures().head_wait(self.remembered_group(), group.probed())
+                Some(self.group_failures().head_wait(self.remembered_group(), group.probed()))
             }
-        })
+        }
     }
 
     /// Called when an attempt is sent to this endpoint. A hedge is no probe.
@@ -167,7 +167,7 @@ impl ForwardedRequest {
         response: (usize, &UpstreamResponse),
     ) {
         let Some(group) = &self.group else { return };
-        let shows = group.is_extension() || group.is_quick_hedge(response.0);
+        let shows = group.is_shown_by_silence(&self.info, response.0);
         if shows && !group.has_head(silent.0) && !response.1.head.status.is_server_error() {
             let reason = "no response, while another apiserver has answered";
             self.group_failed(&silent.1.endpoint, reason, true);

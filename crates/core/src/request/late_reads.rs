@@ -10,6 +10,9 @@
 //! | any other, at an endpoint that is suspected meanwhile | [`OTHERS_CHECK`] |
 //! | any other | the wait for others, at least as long |
 //!
+//! Only the silence about a read that etcd must answer counts against the endpoint ([`crate::group_health::asks_etcd`]): a read
+//! of the watch cache may wait for a version that the cache of another endpoint has. A watch is never late, nor a log.
+//!
 //! No read is late whose connection has received nothing since: its PING is unanswered, too, and shows whether it is lost.
 //!
 //! An apiserver that is slow because all are busy, because etcd is slow, or because the list is long, answers hardly later than

@@ -30,7 +30,7 @@
 //! requests that etcd must answer ([`asks_etcd`]) are probes and end the failure.
 //!
 //! If a group fails at all endpoints, its requests prefer none. Each is sent once, and its client gets the response of the
-//! apiserver. Any answer to a request that was sent after the last failure ends the failure. If the group fails again within
+//! apiserver. An answer to a request that was sent after the last failure ends the failure. If the group fails again within
 //! twice the pause, the pause goes on growing.
 
 use std::collections::BTreeMap;

@@ -212,7 +212,7 @@ async fn event(
     }
 }
 
-/// Waits for this time; without one, forever. The timer is boxed, because only reads have one.
+/// Waits for this time; without one, forever. The timer is boxed, because writes and most watches have none.
 pub(super) async fn after(wait: Option<Duration>) {
     match wait {
         Some(wait) => Box::pin(sleep(wait)).await,

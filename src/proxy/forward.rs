@@ -37,7 +37,7 @@ use jackstay_core::watch::request::WatchRequest;
 use jackstay_sys::clock;
 use tokio::task::spawn_local;
 
-use self::slots::{FirstResponse, Response as PendingResponse, after};
+use self::slots::{FirstResponse, Response as PendingResponse};
 use super::admission::unproven_requests::UnprovenRequest;
 use super::attempt::{Attempt, AttemptInput, Attempts, Expected, FailedAttempt, failed};
 use super::client_certificate::IdentityProof;
@@ -48,7 +48,9 @@ use super::group_request::GroupRequest;
 use super::heartbeat::Heartbeat;
 use super::request_body::{RequestBody, UploadTask};
 use super::response_body::{ForwardResult, FullBody, ResponseBody, StreamedBody};
-use super::upstream_client::{UpstreamClient, UpstreamResponse, release_window, until_troubled};
+use super::upstream_client::{
+    Concern, UpstreamClient, UpstreamResponse, release_window, until_concern,
+};
 use super::watch::body::{ResumeContext, WatchBody};
 use crate::observe::Outcome;
 use crate::upstream::connection::{Connection, Permit};
@@ -153,8 +155,9 @@ impl ForwardedRequest {
         };
         let connection = Rc::clone(permit.connection());
         progress.sent_to(&connection);
-        self.step(progress, AttemptInput::Granted { attempt: 0 });
-        let attempt = match self.open(0, permit, &mut progress.attempts) {
+        let sent_at = clock::now();
+        self.step(progress, AttemptInput::Granted { attempt: 0 }, sent_at);
+        let attempt = match self.open(0, permit, &mut progress.attempts, sent_at) {
             Ok(attempt) => attempt,
             Err(failure) => {
                 return self.execute(progress, None, self.failed(0, failure)).await;
@@ -168,16 +171,18 @@ impl ForwardedRequest {
                 match result.and_then(|response| self.compare(response, &mut progress.attempts)) {
                     Ok(response) => {
                         self.record_response(&response, progress, 0);
-                        self.step(progress, AttemptInput::Responded { attempt: 0 });
+                        self.step(progress, AttemptInput::Responded { attempt: 0 }, clock::now());
                         return Ok(response);
                     }
                     Err(failure) => self.failed(0, failure),
                 }
             }
-            () = until_troubled(&connection, &self.upstream) => {
-                AttemptInput::Troubled { attempt: 0 }
+            concern = until_concern(&connection, &self.upstream, self.late_at(sent_at)) => {
+                match concern {
+                    Concern::Troubled => AttemptInput::Troubled { attempt: 0 },
+                    Concern::Late => AttemptInput::Slow { attempt: 0 },
+                }
             }
-            () = after(self.head_wait()) => AttemptInput::Slow { attempt: 0 },
         };
         let first = Some((connection, Box::pin(response) as PendingResponse<'_>));
         self.execute(progress, first, input).await
@@ -195,8 +200,8 @@ impl ForwardedRequest {
     }
 
     /// Reports an input of the first attempt to the state machine. The caller executes the effect.
-    fn step(&self, progress: &mut Progress<'_>, input: AttemptInput) {
-        let (now, mut rng) = (clock::now(), Rng::new());
+    fn step(&self, progress: &mut Progress<'_>, input: AttemptInput, now: Instant) {
+        let mut rng = Rng::new();
         let effect = progress.attempts.step(input, &self.facts(None), now, &mut rng);
         debug_assert!(matches!(effect, AttemptEffect::Send { .. } | AttemptEffect::Respond { .. }));
     }
@@ -209,12 +214,13 @@ impl ForwardedRequest {
         self.upstream.pool.acquire(&self.class, request).await
     }
 
-    /// Opens the stream of an attempt.
+    /// Opens the stream of an attempt, at `now`.
     fn open(
         &self,
         attempt: usize,
         permit: Permit,
         attempts: &mut Attempts,
+        now: Instant,
     ) -> Result<Attempt, FailedAttempt> {
         let connection = Rc::clone(permit.connection());
         let head = self.head_for(&connection.endpoint, attempts);
@@ -228,7 +234,7 @@ impl ForwardedRequest {
             let sent = PreviousFailure::Silence(connection.key(), connection.endpoint.key());
             heartbeat.last.connection.set(Some(sent));
         }
-        self.sent_to_group(attempt, &connection.endpoint);
+        self.sent_to_group(attempt, &connection.endpoint, now);
         Ok(opened)
     }
 

@@ -96,17 +96,17 @@ impl GroupRequest {
         group_health::signal_of(status, headers, body, has_timeout)
     }
 
-    /// The first attempt of a round is sent. It is this probe, if it is one.
-    pub fn sent(&self, probe: Option<GroupProbe>) {
-        self.sent_at.set(Some(clock::now()));
+    /// The first attempt of a round is sent at `now`. It is this probe, if it is one.
+    pub fn sent(&self, probe: Option<GroupProbe>, now: Instant) {
+        self.sent_at.set(Some(now));
         self.hedge.set(None);
         self.heads.set(0);
         self.probe.replace(probe);
     }
 
-    /// A hedge is sent.
-    pub fn hedge_sent(&self, attempt: usize) {
-        self.hedge.set(Some((attempt, clock::now())));
+    /// A hedge is sent at `now`.
+    pub fn hedge_sent(&self, attempt: usize, now: Instant) {
+        self.hedge.set(Some((attempt, now)));
     }
 
     /// Whether this attempt is a hedge that was answered quickly ([`is_quick`]).

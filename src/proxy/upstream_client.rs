@@ -198,8 +198,37 @@ impl UpstreamResponse {
 
 /// Waits until a request should not rely on this connection alone ([`endpoint_condition::is_troubled`]).
 pub async fn until_troubled(connection: &Rc<Connection>, client: &UpstreamClient) {
-    connection.changed().await;
-    while_not_troubled(connection, client).await;
+    until_concern(connection, client, None).await;
+}
+
+/// Why a request asks another connection, too.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Concern {
+    /// Its connection is in trouble ([`until_troubled`]).
+    Troubled,
+    /// Its response head is late.
+    Late,
+}
+
+/// Waits until the connection of a request is in trouble, or until its response head is late; without `late_at` it never
+/// is.
+pub async fn until_concern(
+    connection: &Rc<Connection>,
+    client: &UpstreamClient,
+    late_at: Option<Instant>,
+) -> Concern {
+    loop {
+        if let Some(at) = late_at {
+            connection.notify_at(at);
+        }
+        connection.changed().await;
+        if is_troubled(connection, client) {
+            return Concern::Troubled;
+        }
+        if late_at.is_some_and(|at| at <= clock::now()) {
+            return Concern::Late;
+        }
+    }
 }
 
 /// As [`until_troubled`], for a connection that may be in trouble already.

@@ -242,6 +242,12 @@ impl Connection {
         self.changed.notified().await;
     }
 
+    /// [`Self::changed`] ends at `at` at the latest, or 10 ms later, while a request waits for its response head.
+    pub fn notify_at(&self, at: Instant) {
+        let effects = self.machine.borrow_mut().notify_at(at);
+        self.execute(effects, "");
+    }
+
     /// Whether streams that can move should leave the connection: its process is stopped, its path is
     /// lost, its certificate was replaced or its endpoint was removed. A GOAWAY alone is no reason: an
     /// apiserver sends one now and then to spread its clients (`--goaway-chance`).

@@ -176,7 +176,8 @@ impl ConnectionMachine {
     /// A check is due ([`Self::wake_at`]). `tcp` has the kernel's statistics, if they can be read. All bytes that have
     /// arrived must have been reported.
     pub fn check(&mut self, tcp: Option<&TcpInfo>, now: Instant) -> Effects {
-        let mut effects = Effects::default();
+        let notify_requests = self.waits.take_notification(now);
+        let mut effects = Effects { notify_requests, ..Effects::default() };
         match self.health.check(tcp, self.waits.waiting_since(), now) {
             Check::NotDue => {}
             Check::ProbeDue => effects.probe_kernel = true,
@@ -358,6 +359,12 @@ impl ConnectionMachine {
         self.end_wait(stream);
     }
 
+    /// A request whose response head may be late at `at` is notified then, as all that wait are: it needs no timer of its own,
+    /// which would be set and cancelled for each request.
+    pub fn notify_at(&mut self, at: Instant) -> Effects {
+        Effects { wake_driver: self.waits.ask_notification(at), ..Effects::default() }
+    }
+
     /// Pins an open stream, or removes the pin.
     pub fn set_pinned(&mut self, stream: &mut Stream, pinned: bool) {
         let (from, to) = if pinned {
@@ -481,7 +488,8 @@ impl ConnectionMachine {
 
     /// When the next [`Self::check`] is due.
     pub fn wake_at(&self) -> Instant {
-        self.health.wake_at(self.waits.waiting_since())
+        let check_at = self.health.wake_at(self.waits.waiting_since());
+        self.waits.notify_at().map_or(check_at, |at| at.min(check_at))
     }
 
     /// Whether the connection ends at the next [`Self::end_if_due`]: jackstay has closed it, or no stream is left and it

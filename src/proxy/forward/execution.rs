@@ -78,10 +78,10 @@ impl<'a, 'p> Execution<'a, 'p> {
         let mut rng = Rng::new();
         loop {
             let facts = self.request.facts(Some(&self.slots));
-            let effect = self.progress.attempts.step(input, &facts, clock::now(), &mut rng);
+            let now = clock::now();
+            let effect = self.progress.attempts.step(input, &facts, now, &mut rng);
             self.count_hedges();
-            let head_wait = self.request.head_wait();
-            self.slots.follow(&self.progress.attempts, &self.request.upstream, head_wait);
+            self.follow(now);
             let next = match effect {
                 AttemptEffect::Acquire => Some(self.acquire().await),
                 AttemptEffect::Retry => {
@@ -216,15 +216,21 @@ impl<'a, 'p> Execution<'a, 'p> {
             return Some(AttemptInput::NotExecutable);
         };
         let connection = Rc::clone(permit.connection());
-        let opened = match request.open(attempt, permit, &mut self.progress.attempts) {
+        let now = clock::now();
+        let opened = match request.open(attempt, permit, &mut self.progress.attempts, now) {
             Ok(opened) => opened,
             Err(failure) => return Some(request.failed(attempt, failure)),
         };
         let response = opened.response(request.expected(attempt));
-        let attempts = &self.progress.attempts;
         self.slots.send(attempt, connection, Box::pin(response));
-        self.slots.follow(attempts, &request.upstream, request.head_wait());
+        self.follow(now);
         None
+    }
+
+    /// The attempts wait for what the state machine says, from now on.
+    fn follow(&mut self, now: Instant) {
+        let late_at = self.request.late_at(now);
+        self.slots.follow(&self.progress.attempts, &self.request.upstream, late_at);
     }
 
     fn probe(&self, attempt: usize) {

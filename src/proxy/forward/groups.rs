@@ -3,7 +3,7 @@
 
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::Instant;
 
 use http::StatusCode;
 use jackstay_core::group_health::{self, GroupFailure, GroupSignal, SLOW_HEAD, reason};
@@ -65,29 +65,31 @@ impl ForwardedRequest {
         }
     }
 
-    /// How long the request waits for its response head before another endpoint is asked, too; `None` if it only waits. That
-    /// of a watch may wait for the watch cache or for the first event, that of a log for the kubelet.
-    pub(super) fn head_wait(&self) -> Option<Duration> {
+    /// When the response head is late that the request waits for since `from`, so that another endpoint is asked, too; `None`
+    /// if it only waits. The head of a watch may wait for the watch cache or for the first event, that of a log for the
+    /// kubelet.
+    pub(super) fn late_at(&self, from: Instant) -> Option<Instant> {
         let group = self.group.as_ref().filter(|_| retry::may_hedge(self.info.kind))?;
         match group.served() {
             Served::BuiltIn { is_object } => (self.info.kind == RequestKind::Read)
-                .then(|| self.upstream.late_reads.check_interval(is_object, clock::now())),
+                .then(|| from + self.upstream.late_reads.check_interval(is_object, from)),
             Served::Extension { .. } => {
-                Some(self.group_failures().head_wait(self.remembered_group(), group.probed()))
+                let name = self.remembered_group();
+                Some(from + self.group_failures().head_wait(name, group.probed()))
             }
         }
     }
 
-    /// Called when an attempt is sent to this endpoint. A hedge is no probe.
-    pub(super) fn sent_to_group(&self, attempt: usize, endpoint: &Endpoint) {
+    /// Called when an attempt is sent to this endpoint, at `now`. A hedge is no probe.
+    pub(super) fn sent_to_group(&self, attempt: usize, endpoint: &Endpoint, now: Instant) {
         let Some(group) = &self.group else { return };
         if attempt > 0 {
-            return group.hedge_sent(attempt);
+            return group.hedge_sent(attempt, now);
         }
         let failures = self.group_failures();
         let may_probe = failures.any_fails() && group.may_probe(&self.info);
         let probe = may_probe.then(|| failures.sent(self.remembered_group(), endpoint.key()));
-        group.sent(probe.flatten());
+        group.sent(probe.flatten(), now);
     }
 
     /// Takes a token for an attempt at another endpoint, if one is ready at which the group does not fail. Returns those at
@@ -214,7 +216,6 @@ impl ForwardedRequest {
             group.take_probe(endpoint.key());
             return;
         }
-        let now = clock::now();
         let sent_at = group.sent_at().unwrap_or(progress.requested_at);
         if group.probed().is_some() || self.group_failures().any_fails() {
             let is_probe = group.take_probe(endpoint.key());
@@ -226,7 +227,11 @@ impl ForwardedRequest {
         let is_hedged = progress.attempts.is_hedged_as_slow();
         if let Served::BuiltIn { is_object } = group.served() {
             if is_hedged && progress.attempts.hedges_sent() > 0 {
-                self.upstream.late_reads.answered(is_object, group.is_quick_hedge(attempt), now);
+                self.upstream.late_reads.answered(
+                    is_object,
+                    group.is_quick_hedge(attempt),
+                    clock::now(),
+                );
             }
             return;
         }
@@ -234,7 +239,7 @@ impl ForwardedRequest {
         if attempt > 0 || !is_hedged {
             self.upstream.group_budget.release_all(group.take_tokens());
         }
-        let latency = now.saturating_duration_since(sent_at);
+        let latency = clock::elapsed(sent_at);
         let is_example = attempt == 0 && self.info.kind == RequestKind::Read;
         if is_example && head.status.is_success() && latency >= SLOW_HEAD {
             self.group_failures().took(self.info.api_group(), latency);

@@ -4,17 +4,17 @@ use std::future::poll_fn;
 use std::pin::Pin;
 use std::rc::Rc;
 use std::task::{Context, Poll};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use futures_util::future::LocalBoxFuture;
 use jackstay_core::request::attempts::{Awaited, MAX_PARALLEL};
 use jackstay_core::request::retry::Stage;
 use jackstay_sys::clock;
-use tokio::time::{sleep, sleep_until};
+use tokio::time::sleep_until;
 
 use crate::proxy::attempt::{Attempts, FailedAttempt, failed};
 use crate::proxy::upstream_client::{
-    UpstreamClient, UpstreamResponse, until_troubled, while_not_troubled,
+    Concern, UpstreamClient, UpstreamResponse, until_concern, while_not_troubled,
 };
 use crate::upstream::connection::{Connection, Permit};
 use crate::upstream::pool::Unavailable;
@@ -112,12 +112,12 @@ impl<'a> Slots<'a> {
     }
 
     /// Waits for what the state machine says, and drops the attempts that have ended.
-    /// `head_wait`: after which time a head is late; `None` if it never is.
+    /// `late_at`: when a response head is late that has not arrived; `None` if it never is.
     pub(super) fn follow(
         &mut self,
         attempts: &Attempts,
         upstream: &Rc<UpstreamClient>,
-        head_wait: Option<Duration>,
+        late_at: Option<Instant>,
     ) {
         for (attempt, slot) in self.0.iter_mut().enumerate() {
             let Some(awaited) = attempts.awaited(attempt) else {
@@ -127,7 +127,7 @@ impl<'a> Slots<'a> {
             if let Slot::Sent(Sent { connection, awaited: current, .. }) = slot
                 && current.as_ref().is_none_or(|(current, _)| *current != awaited)
             {
-                let event = event(Rc::clone(connection), Rc::clone(upstream), awaited, head_wait);
+                let event = event(Rc::clone(connection), Rc::clone(upstream), awaited, late_at);
                 *current = Some((awaited, Box::pin(event)));
             }
         }
@@ -182,14 +182,14 @@ async fn event(
     connection: Rc<Connection>,
     upstream: Rc<UpstreamClient>,
     awaited: Awaited,
-    head_wait: Option<Duration>,
+    late_at: Option<Instant>,
 ) -> Event {
     let Awaited::Loss { silence_from, hedge_from } = awaited else {
         let may_be_slow = awaited == (Awaited::Trouble { may_be_slow: true });
-        return tokio::select! {
-            biased;
-            () = until_troubled(&connection, &upstream) => Event::Troubled,
-            () = after(head_wait.filter(|_| may_be_slow)) => Event::Slow,
+        let late_at = late_at.filter(|_| may_be_slow);
+        return match until_concern(&connection, &upstream, late_at).await {
+            Concern::Troubled => Event::Troubled,
+            Concern::Late => Event::Slow,
         };
     };
     let silent = async {
@@ -209,14 +209,6 @@ async fn event(
         }
         () = silent => Event::Silent,
         () = hedge_due => Event::HedgeDue,
-    }
-}
-
-/// Waits for this time; without one, forever. The timer is boxed, because writes and most watches have none.
-pub(super) async fn after(wait: Option<Duration>) {
-    match wait {
-        Some(wait) => Box::pin(sleep(wait)).await,
-        None => std::future::pending().await,
     }
 }
 

@@ -8,6 +8,9 @@ use std::time::{Duration, Instant};
 
 use crate::balance::PeakEwma;
 
+/// The shortest time between two notifications. Each wakes all requests and watches of the connection.
+const NOTIFICATION_PAUSE: Duration = Duration::from_millis(10);
+
 /// A request that has waited this long without a byte arriving on the connection makes new requests
 /// prefer another one.
 const WARNING_AFTER: Duration = Duration::from_millis(50);
@@ -26,6 +29,10 @@ pub(super) struct ResponseWaits {
     waiting: usize,
     /// Since when at least one request waits.
     waiting_since: Option<Instant>,
+    /// When the requests are notified next; `None` if none of those that wait has asked for it.
+    notify_at: Option<Instant>,
+    /// When they were last notified.
+    notified_at: Option<Instant>,
     /// Number of the current round.
     round: u32,
     /// Number of waiting requests other than watches, by their round modulo [`COUNTED_ROUNDS`].
@@ -38,6 +45,8 @@ impl ResponseWaits {
             latency: PeakEwma::new(now),
             waiting: 0,
             waiting_since: None,
+            notify_at: None,
+            notified_at: None,
             // Earlier rounds are looked for, too.
             round: COUNTED_ROUNDS as u32,
             by_round: [0; COUNTED_ROUNDS],
@@ -67,7 +76,33 @@ impl ResponseWaits {
         self.waiting = self.waiting.saturating_sub(1);
         if self.waiting == 0 {
             self.waiting_since = None;
+            self.notify_at = None;
         }
+    }
+
+    /// When the requests are notified next.
+    pub(super) fn notify_at(&self) -> Option<Instant> {
+        self.notify_at
+    }
+
+    /// A request that waits asks to be notified at `at`. Returns whether that is earlier than planned.
+    pub(super) fn ask_notification(&mut self, at: Instant) -> bool {
+        if self.notify_at.is_some_and(|planned| planned <= at) {
+            return false;
+        }
+        let earliest = self.notified_at.map(|last| last + NOTIFICATION_PAUSE);
+        self.notify_at = Some(earliest.map_or(at, |earliest| at.max(earliest)));
+        true
+    }
+
+    /// Whether the requests are to be notified now. Each time once.
+    pub(super) fn take_notification(&mut self, now: Instant) -> bool {
+        let is_due = self.notify_at.is_some_and(|at| at <= now);
+        if is_due {
+            self.notify_at = None;
+            self.notified_at = Some(now);
+        }
+        is_due
     }
 
     /// Records the latency of a response head.
@@ -121,6 +156,47 @@ impl ResponseWaits {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    const MS: Duration = Duration::from_millis(1);
+
+    #[test]
+    fn waiting_requests_are_notified_at_the_earliest_time_that_one_has_asked_for() {
+        let start = Instant::now();
+        let mut waits = ResponseWaits::new(start);
+        waits.request_sent(start);
+        for (at, is_earlier) in [(150, true), (175, false), (150, false), (120, true)] {
+            assert_eq!(waits.ask_notification(start + at * MS), is_earlier, "{at}");
+        }
+        assert_eq!(waits.notify_at(), Some(start + 120 * MS));
+        for (at, is_due) in [(119, false), (120, true), (121, false), (500, false)] {
+            assert_eq!(waits.take_notification(start + at * MS), is_due, "{at}");
+        }
+    }
+
+    #[test]
+    fn nobody_is_notified_when_no_request_waits() {
+        let start = Instant::now();
+        let mut waits = ResponseWaits::new(start);
+        (0..2).for_each(|_| waits.request_sent(start));
+        waits.ask_notification(start);
+        waits.wait_ended();
+        assert_eq!(waits.notify_at(), Some(start));
+        waits.wait_ended();
+        assert_eq!(waits.notify_at(), None);
+    }
+
+    #[test]
+    fn notifications_have_a_pause() {
+        let start = Instant::now();
+        let mut waits = ResponseWaits::new(start);
+        waits.request_sent(start);
+        for (asked, expected) in [(0, 0), (1, 10), (12, 20), (40, 40), (40, 50)] {
+            assert!(waits.ask_notification(start + asked * MS), "{asked}");
+            let at = start + expected * MS;
+            assert_eq!(waits.notify_at(), Some(at), "{asked}");
+            assert!(waits.take_notification(at), "{asked}");
+        }
+    }
 
     #[test]
     fn has_slow_heads_reports_a_request_once_after_a_whole_round() {

@@ -264,6 +264,25 @@ fn degraded_endpoint_makes_the_streams_of_a_draining_connection_leave_at_once() 
 }
 
 #[test]
+fn check_notifies_the_requests_when_a_response_head_may_be_late() {
+    let mut setup = Setup::live();
+    let late_at = setup.now + ms(20);
+    for (at, wake_driver) in [(late_at, true), (late_at + ms(1), false)] {
+        let effects = setup.connection.notify_at(at);
+        assert_eq!(effects, Effects { wake_driver, ..Effects::default() });
+    }
+    assert_eq!(setup.connection.wake_at(), late_at);
+    let notifies = [19, 20, 21].map(|at| {
+        let effects = setup.connection.check(None, setup.now + ms(at));
+        effects.notify_requests
+    });
+    assert_eq!(notifies, [false, true, false]);
+    let _ = setup.connection.notify_at(setup.now + ms(40));
+    setup.connection.head_arrived(&mut setup.stream, setup.now + ms(39));
+    assert!(!setup.connection.check(None, setup.now + ms(40)).notify_requests, "none waits");
+}
+
+#[test]
 fn late_ping_on_a_draining_connection_makes_streams_leave_at_once() {
     let mut setup = Setup::in_state(Draining);
     assert_eq!(setup.without_pong(ms(200), false), []);

@@ -6,7 +6,7 @@ use std::time::Instant;
 use http::{HeaderMap, StatusCode};
 use jackstay_core::group_health::{self, GroupSignal};
 use jackstay_core::pool::EndpointKey;
-use jackstay_core::request::info::{RequestInfo, first_value, is_built_in_group};
+use jackstay_core::request::info::{RequestInfo, RequestKind, first_value, is_built_in_group};
 use jackstay_core::request::late_reads::is_quick;
 use jackstay_core::request::retry;
 use jackstay_sys::clock;
@@ -79,10 +79,14 @@ impl GroupRequest {
         self.is_extension() || group_health::shows_etcd(status) && group_health::asks_etcd(info)
     }
 
-    /// Whether the silence of another endpoint shows that the group fails there, after this attempt was answered. A read of
-    /// the watch cache may wait for a version.
+    /// Whether the silence of another endpoint shows that the group fails there, after this attempt was answered. A watch may
+    /// wait for the watch cache or for its first event, a read of the watch cache for a version.
     pub fn is_shown_by_silence(&self, info: &RequestInfo, answered: usize) -> bool {
-        self.is_extension() || self.is_quick_hedge(answered) && group_health::asks_etcd(info)
+        if self.is_extension() {
+            info.kind != RequestKind::Watch
+        } else {
+            self.is_quick_hedge(answered) && group_health::asks_etcd(info)
+        }
     }
 
     /// What a response with this head and body shows of the group ([`group_health::signal_of`]).

@@ -229,6 +229,23 @@ async fn read_that_an_endpoint_does_not_answer_is_asked_of_another_one() {
     .await;
 }
 
+/// The response head of a watch may wait for the watch cache, for 3 s with Kubernetes 1.36.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn silence_about_a_watch_does_not_show_that_the_group_fails() {
+    let rig = Rig::start().await;
+    rig.cluster.servers[0].set_faults(|faults| faults.hang_paths = &[LIST]);
+    let path = format!("{LIST}?watch=1");
+    let watches = join_all((0..12).map(|_| rig.read(&path))).await;
+    assert!(watches.iter().all(|(status, _)| *status == 200), "{watches:?}");
+    let slow = watches.iter().filter(|(_, time)| *time >= Duration::from_millis(900)).count();
+    assert!((1..=12).contains(&slow), "no watch was sent there: {watches:?}");
+    rig.received(0);
+    let object = format!("{LIST}/one");
+    join_all((0..60).map(|_| rig.read(&object))).await;
+    let received = rig.received(0);
+    assert!(received >= 10, "it is avoided: {received} of 60");
+}
+
 /// A server that claims that each of 10,000 groups fails.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn failing_groups_are_bounded() {

@@ -206,6 +206,19 @@ async fn late_reads_are_not_asked_of_an_apiserver_that_rejects_for_overload() {
     assert!(rig.hedges().await + rig.hedges_of("failed").await < 1.0);
 }
 
+/// The watch cache of the other apiserver may lag behind the version that they wait for.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn silence_about_lists_of_a_version_shows_nothing_of_etcd() {
+    let rig = Rig::start(2).await;
+    rig.hang(true);
+    let path = format!("{CONFIGMAPS}?resourceVersion=1");
+    let slowest = rig.read_at_once(&path, 12).await;
+    assert!(slowest < SLOWEST_READ, "{slowest:?}");
+    assert!(rig.hedges().await >= 1.0, "no list was sent to the apiserver");
+    let spread = rig.cluster.spread(&rig.client, "later", 60).await;
+    assert!(spread[0] >= 10, "it is avoided: {spread:?}");
+}
+
 /// Its response head may wait for the watch cache, for 3 s with Kubernetes 1.36.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn watch_that_waits_for_its_response_head_is_not_late() {

@@ -215,6 +215,7 @@ async fn silence_about_lists_of_a_version_shows_nothing_of_etcd() {
     let slowest = rig.read_at_once(&path, 12).await;
     assert!(slowest < SLOWEST_READ, "{slowest:?}");
     assert!(rig.hedges().await >= 1.0, "no list was sent to the apiserver");
+    rig.hang(false);
     let spread = rig.cluster.spread(&rig.client, "later", 60).await;
     assert!(spread[0] >= 10, "it is avoided: {spread:?}");
 }

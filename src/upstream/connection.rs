@@ -376,6 +376,11 @@ impl Connection {
         self.machine.borrow().cost(now)
     }
 
+    /// The smoothed round-trip time of its PINGs.
+    pub fn rtt(&self) -> Duration {
+        self.machine.borrow().rtt()
+    }
+
     pub fn last_received(&self) -> Instant {
         self.machine.borrow().last_received()
     }

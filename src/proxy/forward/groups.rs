@@ -106,7 +106,8 @@ impl ForwardedRequest {
         let mut failing = self.group_failures().avoided(self.remembered_group());
         if let Served::BuiltIn { is_object } = group.served() {
             let ((_, connection), sent_at, now) = (late?, group.sent_at()?, clock::now());
-            let waited = now.saturating_duration_since(sent_at);
+            let on_line = connection.endpoint.line_delay(now).max(connection.rtt());
+            let waited = now.saturating_duration_since(sent_at).saturating_sub(on_line);
             let is_suspected = failing.contains(&connection.endpoint.key());
             let is_late = self.upstream.late_reads.is_late(is_object, waited, is_suspected, now);
             if !is_late || connection.last_received() <= sent_at {

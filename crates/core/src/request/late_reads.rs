@@ -13,6 +13,9 @@
 //! Only the silence about a read that etcd must answer counts against the endpoint ([`crate::group_health::asks_etcd`]): a read
 //! of the watch cache may wait for a version that the cache of another endpoint has. A watch is never late, nor a log.
 //!
+//! A read is late later by the round-trip time of its connection, and by what a long queue of the line delays it
+//! ([`crate::line_delay`]): asked twice, a large list would make the queue longer for all.
+//!
 //! No read is late whose connection has received nothing since: its PING is unanswered, too, and shows whether it is lost.
 //!
 //! An apiserver that is slow because all are busy, because etcd is slow, or because the list is long, answers hardly later than
@@ -60,8 +63,8 @@ impl LateReads {
         if is_object { self.objects.wait(now) } else { OTHERS_CHECK }
     }
 
-    /// Whether a read that has waited for a [check interval](Self::check_interval) is late. `is_suspected`: a read at its
-    /// endpoint was late, and another endpoint has answered it.
+    /// Whether a read is late that has waited for this time, without the time on the line. `is_suspected`: a
+    /// read at its endpoint was late, and another endpoint has answered it.
     pub fn is_late(
         &self,
         is_object: bool,
@@ -69,7 +72,12 @@ impl LateReads {
         is_suspected: bool,
         now: Instant,
     ) -> bool {
-        is_object || is_suspected || waited >= self.others.wait(now)
+        let wait = match (is_object, is_suspected) {
+            (true, _) => self.objects.wait(now),
+            (false, true) => OTHERS_CHECK,
+            (false, false) => self.others.wait(now),
+        };
+        waited >= wait
     }
 
     /// Limits the reads that are asked of another endpoint.
@@ -165,9 +173,12 @@ mod tests {
         for expected in [175, 350, 700, 1_400, 2_800, 5_000, 5_000] {
             assert_eq!(reads.check_interval(false, now), OTHERS_CHECK);
             let before = (expected - 1) * MS;
-            for (waited, is_suspected, is_late) in
-                [(expected * MS, false, true), (before, false, false), (before, true, true)]
-            {
+            for (waited, is_suspected, is_late) in [
+                (expected * MS, false, true),
+                (before, false, false),
+                (OTHERS_CHECK, true, true),
+                (OTHERS_CHECK.checked_sub(MS).unwrap(), true, false),
+            ] {
                 let found = reads.is_late(false, waited, is_suspected, now);
                 assert_eq!(found, is_late, "{waited:?} {is_suspected}");
             }
@@ -175,5 +186,6 @@ mod tests {
         }
         assert_eq!(reads.check_interval(true, now), OBJECT_WAIT, "objects have their own pace");
         assert!(reads.is_late(true, OBJECT_WAIT, false, now));
+        assert!(!reads.is_late(true, OBJECT_WAIT.checked_sub(MS).unwrap(), true, now));
     }
 }

@@ -228,11 +228,8 @@ impl ForwardedRequest {
         let is_hedged = progress.attempts.is_hedged_as_slow();
         if let Served::BuiltIn { is_object } = group.served() {
             if is_hedged && progress.attempts.hedges_sent() > 0 {
-                self.upstream.late_reads.answered(
-                    is_object,
-                    group.is_quick_hedge(attempt),
-                    clock::now(),
-                );
+                let is_quick = group.is_quick_hedge(attempt);
+                self.upstream.late_reads.answered(is_object, is_quick, clock::now());
             }
             return;
         }

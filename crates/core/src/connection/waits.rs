@@ -87,12 +87,12 @@ impl ResponseWaits {
 
     /// A request that waits asks to be notified at `at`. Returns whether that is earlier than planned.
     pub(super) fn ask_notification(&mut self, at: Instant) -> bool {
-        if self.notify_at.is_some_and(|planned| planned <= at) {
-            return false;
+        let at = self.notified_at.map_or(at, |last| at.max(last + NOTIFICATION_PAUSE));
+        let is_earlier = self.notify_at.is_none_or(|planned| at < planned);
+        if is_earlier {
+            self.notify_at = Some(at);
         }
-        let earliest = self.notified_at.map(|last| last + NOTIFICATION_PAUSE);
-        self.notify_at = Some(earliest.map_or(at, |earliest| at.max(earliest)));
-        true
+        is_earlier
     }
 
     /// Whether the requests are to be notified now. Each time once.
@@ -194,6 +194,7 @@ mod tests {
             assert!(waits.ask_notification(start + asked * MS), "{asked}");
             let at = start + expected * MS;
             assert_eq!(waits.notify_at(), Some(at), "{asked}");
+            assert!(!waits.ask_notification(start + asked * MS), "{asked}: it is planned");
             assert!(waits.take_notification(at), "{asked}");
         }
     }
